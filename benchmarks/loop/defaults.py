@@ -30,7 +30,8 @@ Each run says where the time of a step goes (`time`, means in seconds): the trai
 the publication before it, or for the copy of a checkpoint; digest, acknowledgement and publication are concurrent with training;
 `played`, `queued` and `batched` are groups, `play` is what the groups that are played and Little's law give for one.
 
-`mps_CASE`: seconds a step without and with an MPS server of the run. With LoRA: in `--only apart` each process loads its own base.
+`mps_CASE`: seconds a step without and with an MPS server of the run. With `--mps` only the run `mps` has a server; without it, each
+run has one where that is the default. With LoRA: in `--only apart` each process loads its own base.
 `--only killed` kills policy server and trainer in turn, with LoRA while they share their base. `killed_CASE_others`: the share of
 kills that ended no other process. `killed_CASE_bits`: the share of steps that `rollbook replay --verify` reproduced before a
 difference; 0 if a step was trained again with other bits (`diverged_steps`). Ten kills of each need `--stepping 400`.
@@ -145,7 +146,7 @@ OF_TINY = (("tiny", None), ("tiny-lora", "apart"), ("tiny-lora", "killed"))
 
 
 KILLED: dict[str, dict[str, Any]] = {"trainer": {"checkpoint_every": 3}, "run": {"most_quick_deaths": 1000}}
-SHARED, MPS = {"shared_base": True}, {"mps": True}
+SHARED = {"shared_base": True}
 SYNCHRONOUS: dict[str, dict[str, Any]] = {"gate": {"max_head_offpolicy_versions": 0}}
 
 
@@ -321,17 +322,18 @@ def runs_of(
     `cold` compiles kernels. Its steps are not compared: those of the first run on a machine were 1.2 times as long.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {"cold": {}} if by_hand(case) else {}  # a CPU has nothing to compile
-    found |= {"defaults": {}, "hand": by_hand(case)}
+    compared: dict[str, dict[str, Any]] = {"resources": {"mps": False}} if has_mps else {}
+    found |= {"defaults": compared, "hand": {**by_hand(case), **compared}}
     within: dict[str, dict[str, Any]] = {f"limit{limit:g}": {"run": {"gpu_memory_gb": limit}} for limit in limits}
     if within and only is None:
         return within
     if has_mps:
-        found["mps"] = {"resources": MPS}
+        found["mps"] = {"resources": {"mps": True}}
     if has_sections:
-        found |= {section: {section: values} for section, values in by_hand(case).items()}
+        found |= {section: {section: values, **compared} for section, values in by_hand(case).items()}
     if only is None:
         return found
-    resources = {**(SHARED if case.lora else {}), **(MPS if has_mps else {})}
+    resources = {**(SHARED if case.lora else {}), "mps": has_mps}
     others = {
         "apart": {"resources": {"shared_base": False}},
         "killed": {**KILLED, "resources": resources},

@@ -139,7 +139,7 @@ def owner_of(directory: RunDirectory) -> SupervisedProcess:
     ("failure", "cause"),
     [("dies", "exited with status 1"), ("no_server", "it started no server within 1 s"), (None, "is not on the PATH")],
 )
-async def test_a_server_that_does_not_come_up_ends_the_run_with_the_cause(
+async def test_a_server_that_does_not_come_up_reports_the_cause_and_what_to_do(
     directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str | None, cause: str
 ) -> None:
     if failure is None:
@@ -156,11 +156,74 @@ async def test_a_server_that_does_not_come_up_ends_the_run_with_the_cause(
     owner = owner_of(directory)
     assert await owner.run() == EXIT_STOP_RUN
     assert owner.fault is not None
-    assert owner.fault.startswith("resources.mps = true, but nvidia-cuda-mps-control")
+    assert owner.fault.startswith("nvidia-cuda-mps-control")
     assert cause in owner.fault
-    assert "remove resources.mps" in owner.fault
+    assert "or set resources.mps = false" in owner.fault
     if failure == "no_server":
         assert "control.log: start_server" in owner.fault, "the end of its log"
+
+
+@pytest.mark.parametrize("setting", ["true", "optional"])
+async def test_a_run_ends_without_the_server_that_it_requires_and_goes_on_without_an_optional_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    for name, value in {**install(tmp_path / "bin"), "STAND_IN": "dies"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(PIPES, raising=False)
+    config = prepared(tmp_path, [f"resources.mps={setting}"])
+    directory, said = RunDirectory(tmp_path / "run"), list[str]()
+    make_ready(directory, "policy", "rollout", "trainer")
+    async with (
+        supervised(config, directory, said.append, real=["mps"]) as (supervisor, running),
+        asyncio.timeout(60),
+    ):
+        if setting == "true":
+            outcome = await running
+            assert outcome.end is RunEnd.FAILED
+            assert "mps stopped the run: nvidia-cuda-mps-control -f cannot be used: it exited with status 1" in (
+                outcome.message
+            )
+            return
+        await until(lambda: all(p.ready.is_set() for p in supervisor.processes if p.role != "mps"))
+        assert [variable(pids(supervisor)[role]) for role in ("trainer", "policy")] == [None, None]
+        (text,) = [text for text in said if text.startswith("mps stopped:")]
+        assert "training continues without it, and trainer and policy servers take turns on the GPU" in text
+        # No other process ends with a server that was given up.
+        trainer = pids(supervisor)["trainer"]
+        assert trainer is not None
+        os.kill(trainer, signal.SIGKILL)
+        await until(lambda: pids(supervisor)["trainer"] not in (None, trainer))
+        await until(lambda: all(p.ready.is_set() for p in supervisor.processes if p.role != "mps"))
+        supervisor.interrupt()
+        assert (await running).end is RunEnd.DRAINED
+
+
+async def test_an_optional_server_that_keeps_dying_is_given_up_and_its_clients_start_again_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in install(tmp_path / "bin").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(PIPES, raising=False)
+    config = prepared(tmp_path, ["resources.mps=optional", "run.most_quick_deaths=0"])
+    directory, said = RunDirectory(tmp_path / "run"), list[str]()
+    make_ready(directory, "policy", "rollout", "trainer")
+    async with (
+        supervised(config, directory, said.append, real=["mps"]) as (supervisor, running),
+        asyncio.timeout(60),
+    ):
+        await all_ready(supervisor)
+        before = pids(supervisor)
+        os.kill(serving(mps_directory(directory))[0], signal.SIGKILL)
+        clients = ("trainer", "policy")
+        await until(lambda: all(pids(supervisor)[role] not in (None, before[role]) for role in clients))
+        await until(lambda: all(p.ready.is_set() for p in supervisor.processes if p.role != "mps"))
+        assert [variable(pids(supervisor)[role]) for role in clients] == [None, None]
+        assert pids(supervisor)["rollout"] == before["rollout"]
+        assert any("it died 1 times in a row" in text and "training continues without it" in text for text in said)
+        lives = {process.role: process.lifetimes_s for process in supervisor.processes if process.role in clients}
+        assert lives == {"trainer": [], "policy": []}, "the clients were not at fault"
+        supervisor.interrupt()
+        assert (await running).end is RunEnd.DRAINED
 
 
 SUPERVISOR = """

@@ -195,7 +195,7 @@ def _mps() -> DoctorFinding:
             name="mps",
             verdict=Verdict.ABSENT,
             found=f"no {PROGRAM}" + ("" if other is None else f"; {other}"),
-            advice=f"needed for resources.mps only. {HOW_TO_INSTALL}",
+            advice=f"without it, trainer and policy servers of one GPU take turns (resources.mps). {HOW_TO_INSTALL}",
         )
     return DoctorFinding(name="mps", verdict=Verdict.OK, found=path if other is None else f"{path}; {other}")
 

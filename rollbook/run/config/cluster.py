@@ -1,8 +1,8 @@
 """Settings of a run on several machines or several GPUs."""
 
-from typing import Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 
 class RayConfig(BaseModel, frozen=True, extra="forbid"):
@@ -153,10 +153,18 @@ class ResourcesConfig(BaseModel, frozen=True, extra="forbid"):
     They must compute in the same dtype, on one GPU or on the CPUs of a Linux machine, and publish adapters. On a GPU: true where it
     is possible and saves memory."""
 
-    mps: bool = False
+    mps: bool | Literal["optional"] = False
     """Start an MPS server of NVIDIA for the run. Then the kernels of the trainer and of the policy servers run at the same time on
     the GPU that they share; otherwise they take turns. The server ends with the run. It needs `nvidia-cuda-mps-control`, a program
-    of the driver."""
+    of the driver. With `true`, a server that cannot be used ends the run; with `optional`, the run goes on without it. `auto` is
+    `optional` where trainer and policy servers share a GPU and no other MPS server is in use."""
+
+    @field_validator("mps", mode="before")
+    @classmethod
+    def _check_mps(cls, value: object) -> object:
+        if not isinstance(value, bool) and value != "optional":
+            raise ValueError(f'Input should be true, false, "auto" or "optional", not {value!r}')
+        return value
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:

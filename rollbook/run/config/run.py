@@ -147,6 +147,7 @@ AUTO_SETTINGS = (
     "resources.trainer_gpus",
     "resources.policy_gpus",
     "resources.shared_base",
+    "resources.mps",
     "sandbox.at_once",
     "gate.max_groups_in_flight",
 )

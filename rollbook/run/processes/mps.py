@@ -105,9 +105,7 @@ class _Server:
         """Returns when a client could use it. Raises `RunError` with the cause and what to do."""
         path = program()
         if path is None:
-            raise RunError(
-                f"resources.mps = true, but {PROGRAM} is not on the PATH. {HOW_TO_INSTALL}. Or remove resources.mps"
-            )
+            raise RunError(f"{PROGRAM} is not on the PATH. {HOW_TO_INSTALL}. Install it, or set resources.mps = false")
         # Sockets of a server that was killed would be taken for its successor's.
         shutil.rmtree(self._place, ignore_errors=True)
         (mps_directory(self._context.directory) / CLIENTS).touch()
@@ -191,10 +189,11 @@ class _Server:
         found = other_server(os.environ)
         logs = [_end_of(log) for log in sorted(self._place.glob("*.log"))]
         return RunError(
-            f"resources.mps = true, but {PROGRAM} -f cannot be used: {cause}. "
+            f"{PROGRAM} -f cannot be used: {cause}. "
             + (f"There is another one: {found}. " if found else "")
-            + "A GPU in the mode EXCLUSIVE_PROCESS (nvidia-smi -q -d COMPUTE) accepts one server only. Correct that, or remove "
-            "resources.mps: the processes then take turns on the GPU" + "".join(f"\n{text}" for text in logs if text)
+            + "A GPU in the mode EXCLUSIVE_PROCESS (nvidia-smi -q -d COMPUTE) accepts one server only. Correct that, or set "
+            "resources.mps = false: the processes then take turns on the GPU"
+            + "".join(f"\n{text}" for text in logs if text)
         )
 
 

@@ -4,6 +4,7 @@ The chosen values become part of the run's recorded configuration, so that a res
 Without a GPU they are the defaults of the config classes.
 """
 
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,14 @@ from rollbook.run.config.run import AUTO_SETTINGS, ConfigFault, LoadedConfig, Ru
 from rollbook.run.directory import model_directory
 from rollbook.run.policy_clients import chosen_transfer, reachable
 from rollbook.run.resources.division import best_division, division_of, numbers
-from rollbook.run.resources.faults import base_faults, machine_faults, mps_faults, route_faults
+from rollbook.run.resources.faults import (
+    base_faults,
+    machine_faults,
+    mps_faults,
+    route_faults,
+    why_no_mps,
+    why_no_mps_here,
+)
 from rollbook.run.resources.machine import GB, Gpu, Machine
 from rollbook.run.resources.memory_plan import (
     CONTEXT_BYTES,
@@ -33,7 +41,7 @@ from rollbook.run.resources.memory_plan import (
     sized,
 )
 from rollbook.run.resources.model_facts import ModelFacts, model_facts
-from rollbook.run.resources.mps import mps_lines
+from rollbook.run.resources.mps import OPTIONAL_MPS, mps_lines, other_server, without_mps
 from rollbook.run.resources.run_sizes import (
     BLOCK,
     GPU_TRANSFERS,
@@ -54,6 +62,7 @@ MAX_WORKERS, TRAINER_THREADS = 8, 4
 RUNNING_BUCKETS = (64, 128, 256, 384, 512, 768, 1024)
 GPU_PASS_COST = 8192
 CPU_PASSES = (8192, 4096, 2048, 1024)
+TURNS = "trainer and policy servers take turns on the GPU"
 AGENTS_PER_CORE = 4
 """Coding agents that run at the same time: each takes seconds of processor time to start, and waits for the policy afterwards."""
 
@@ -110,7 +119,7 @@ class Resolution:
             f"{cache if isinstance(cache, str) else f'{cache / 1000:.1f} GB'}{stored}, weights by {inference.transfer}"
             + (f", {inference.replicas} replicas" if inference.replicas > 1 else ""),
             f"rollout: {_count(rollout.workers, 'worker')}",
-            *mps_lines(config.resources.mps),
+            *mps_lines(bool(config.resources.mps)),
         ]
         if self.plan is not None:
             lines += gpu_lines(self.plan, self.machine, self.capacity)
@@ -173,6 +182,7 @@ def resolve(
         draft.choose_transfer()
         if has_trainer:
             draft.choose_base(machine, facts, model_directory(loaded.config.model, loaded.source_dir))
+    draft.choose_mps(machine)
     sizes = sizes_of(draft.config, machine)
     has_all = set(range(len(machine.gpus))) >= gpus_of(draft.config)
     facts = facts if has_trainer else None
@@ -183,6 +193,10 @@ def resolve(
     elif facts is not None and has_all:
         sizes = choose_sizes(facts, sizes, frozenset(), capacity, demand_of(draft.config, facts, sizes))
     plan = None if facts is None else memory_plan(facts, sizes)
+    if draft.config.resources.mps == OPTIONAL_MPS and plan is not None and plan.overfull(capacity):
+        plain = replace(loaded, config=without_mps(loaded.config))
+        found = resolve(plain, machine, recorded=recorded, disk_bytes=disk_bytes, has_trainer=has_trainer)
+        return replace(found, notes=(*found.notes, f"mps: off ({TURNS}), because the GPU has no memory for its server"))
     capacity = {**capacity, MAIN_MEMORY: machine.memory_bytes}
     if disk_bytes is not None:
         capacity[DISK] = disk_bytes
@@ -366,6 +380,24 @@ class _Draft:
             self.choose("resources.shared_base", True)
         elif set(sizes.trainer_gpus) & {number for group in sizes.policy_gpus for number in group}:
             self.notes.append(f"base: each process loads its own, because {reason}")
+
+    def choose_mps(self, machine: Machine) -> None:
+        """A server of the run, where trainer and policy servers share a GPU. An optional one is left out where it cannot be used; a
+        note says why if this machine is the reason."""
+        config, sizes = self.config, sizes_of(self.config, machine)
+        policies = {number for group in sizes.policy_gpus for number in group}
+        if config.trainer.device == "cuda" and policies & set(sizes.trainer_gpus):
+            self.choose("resources.mps", OPTIONAL_MPS)
+        if self.config.resources.mps != OPTIONAL_MPS:
+            return
+        # The table names another server.
+        is_pointless = why_no_mps(config, sizes) is not None or other_server(os.environ) is not None
+        reason = why_no_mps_here(machine)
+        if is_pointless or reason is not None:
+            self.config = without_mps(self.config)
+            self.chosen.pop("resources.mps", None)
+        if not is_pointless and machine.gpus and reason is not None:
+            self.notes.append(f"mps: off ({TURNS}), because {reason}")
 
     def choose_memory(self, model: ModelFacts, sizes: Sizes, capacity: Mapping[str, int], machine: Machine) -> Sizes:
         config = self.config

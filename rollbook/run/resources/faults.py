@@ -29,38 +29,35 @@ def base_faults(loaded: LoadedConfig, sizes: Sizes) -> Iterator[ConfigFault]:
 
 
 def mps_faults(config: RunConfig, machine: Machine, sizes: Sizes, *, needs_machine: bool) -> Iterator[ConfigFault]:
-    if config.resources.mps:
-        reason = _why_no_mps(config, sizes) or (_why_no_mps_here(machine) if needs_machine else None)
+    if config.resources.mps is True:
+        reason = why_no_mps(config, sizes) or (why_no_mps_here(machine) if needs_machine else None)
         if reason is not None:
-            yield ConfigFault("resources.mps", f"{reason}, or remove resources.mps")
+            yield ConfigFault("resources.mps", f"is true, but {reason}, or remove resources.mps")
 
 
-def _why_no_mps(config: RunConfig, sizes: Sizes) -> str | None:
+def why_no_mps(config: RunConfig, sizes: Sizes) -> str | None:
     trainer, policy = config.trainer.device == "cuda", config.inference.device.startswith("cuda")
     used = [*(sizes.trainer_gpus if trainer else ())]
     if policy and sizes.engine != "none":
         used += [number for group in sizes.policy_gpus for number in group]
     if not used:
-        return (
-            "is true, but no process of this run uses an NVIDIA GPU. Set trainer.device and inference.device to 'cuda'"
-        )
+        return "no process of this run uses an NVIDIA GPU. Set trainer.device and inference.device to 'cuda'"
     if len(set(used)) == len(used):
-        return "is true, but no two processes of this run share a GPU, so there is nothing to gain"
+        return "no two processes of this run share a GPU, so there is nothing to gain"
     if config.cluster.has_members:
         return (
-            "is true, but processes that join the run ([cluster]) cannot use its MPS server, and take turns with those that do."
+            "processes that join the run ([cluster]) cannot use its MPS server, and take turns with those that do."
             " Remove the settings of [cluster]"
         )
     return None
 
 
-def _why_no_mps_here(machine: Machine) -> str | None:
+def why_no_mps_here(machine: Machine) -> str | None:
     if not machine.gpus:
-        return f"is true, but {machine.unusable_because or 'this machine has no NVIDIA GPU'}. Run on another machine"
+        return f"{machine.unusable_because or 'this machine has no NVIDIA GPU'}. Run on another machine"
     if program() is None:
-        return f"is true, but {PROGRAM} is not on the PATH. {HOW_TO_INSTALL}. Install it"
-    reason = why_no_sockets()
-    return None if reason is None else f"is true, but {reason}"
+        return f"{PROGRAM} is not on the PATH. {HOW_TO_INSTALL}. Install it"
+    return why_no_sockets()
 
 
 def route_faults(config: RunConfig, model: ModelFacts) -> Iterator[ConfigFault]:

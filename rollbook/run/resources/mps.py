@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory, machine_directory
 from rollbook.run.resources.machine import driver_gpus, visible
 
@@ -16,6 +17,8 @@ PROGRAM = "nvidia-cuda-mps-control"
 PIPES, LOGS, DEVICES = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_VISIBLE_DEVICES"
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")
 """Where CUDA looks for a server if `PIPES` is not set."""
+OPTIONAL_MPS = "optional"
+"""The value of `resources.mps` for a server without which the run goes on."""
 PID_FILE = f"{PROGRAM}.pid"
 CLIENTS = "clients"
 """A file next to the sockets of a run's server, which every client locks as long as it lives. The process table does not tell: a
@@ -39,6 +42,10 @@ def mps_environment(directory: RunDirectory, gpus: Sequence[int]) -> dict[str, s
     """What a process needs to use the run's server. `gpus`: its own; empty: all."""
     place = str(mps_directory(directory))
     return {PIPES: place, LOGS: place, **mps_devices(gpus)}
+
+
+def without_mps(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"resources": config.resources.model_copy(update={"mps": False})})
 
 
 def mps_devices(gpus: Sequence[int]) -> dict[str, str]:

@@ -84,7 +84,7 @@ def sizes_of(config: RunConfig, machine: Machine) -> Sizes:
         vllm_bytes=vllm_bytes,
         has_own_evaluation=config.evaluation.every_steps is not None and config.evaluation.policy == "own",
         is_base_shared=resources.shared_base,
-        has_mps=resources.mps,
+        has_mps=bool(resources.mps),
         is_shared_memory=engine != "none" and transfer == "shared_memory",
         workers=config.rollout.workers,
     )

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollbook.concurrency.child_process.template import EarlyTemplate, ProcessTemplate, early_template
 from rollbook.concurrency.sockets import listening_socket, url_of
@@ -13,7 +13,7 @@ from rollbook.inference.engine import ENGINES
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory, machine_directory
 from rollbook.run.policy_clients import join_urls
-from rollbook.run.resources.mps import mps_environment
+from rollbook.run.resources.mps import mps_environment, without_mps
 from rollbook.run.supervision.child_main import ROLES
 from rollbook.run.supervision.host import ProcessStart
 from rollbook.sandbox.quota import quota_variable
@@ -56,7 +56,7 @@ def plan_run(
     if config.ledger.url is not None:
         addresses["ledger"] = config.ledger.url
     addresses["policy"] = join_urls(config.inference.urls or list(replicas.values()))
-    has_base, has_mps = has_trainer and config.resources.shared_base, config.resources.mps
+    has_base, has_mps = has_trainer and config.resources.shared_base, bool(config.resources.mps)
     mapping = {*policies, "trainer"} if has_base else set[str]()
     names = [
         *(["mps"] if has_mps else []),
@@ -116,6 +116,12 @@ def environment_of(config: RunConfig, directory: RunDirectory, name: str, role: 
         found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     is_client = name in (*policies, "trainer", "base")
     return {**found, **mps_environment(directory, gpus)} if config.resources.mps and is_client else found
+
+
+def start_without_mps(start: ProcessStart, config: RunConfig) -> ProcessStart:
+    """Of a client whose MPS server was given up."""
+    environment = environment_of(without_mps(config), start.directory, start.name, start.role)
+    return replace(start, environment=environment, needs=tuple(name for name in start.needs if name != "mps"))
 
 
 @contextmanager

@@ -70,6 +70,8 @@ class SupervisedProcess:
         """At least one incarnation became ready."""
         self.ready = asyncio.Event()
         """This incarnation is ready."""
+        self.settled = asyncio.Event()
+        """It is ready, or the run goes on without it: nothing waits for it."""
         self.ended = asyncio.Event()
         """There is no incarnation at the moment: it has exited, and its successor was not started yet."""
         self.ended.set()
@@ -100,6 +102,15 @@ class SupervisedProcess:
     def needs(self) -> tuple[str, ...]:
         """Names of processes whose death ends it."""
         return self._start.needs
+
+    def change_start(self, change: Callable[[ProcessStart], ProcessStart]) -> None:
+        """How its next incarnations are started."""
+        self._start = change(self._start)
+
+    def drop(self, cause: str) -> None:
+        """The run goes on without it."""
+        self.move(ProcessState.FAILED, cause)
+        self.settled.set()
 
     def excuse_last_life(self) -> None:
         """It was ended because of another process, so it does not count when this one dies."""
@@ -162,10 +173,12 @@ class SupervisedProcess:
             receiving.cancel()
             await child.kill()
             self.ready.clear()
+            self.settled.clear()
             self.ended.set()
 
     def _forget_incarnation(self) -> None:
         self.ready.clear()
+        self.settled.clear()
         self.ended.clear()
         self.has_ended = self.was_stopped = False
         self._ready_at = self.fault = None
@@ -242,6 +255,7 @@ class SupervisedProcess:
         match report.kind:
             case ReportKind.READY:
                 self.ready.set()
+                self.settled.set()
                 self.was_ready = True
                 self._ready_at = time.monotonic()
                 self.move(ProcessState.RUNNING, report.message)

@@ -26,13 +26,13 @@ from rollbook.contracts.errors import RunError, TransientError
 from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory, existing_model
 from rollbook.run.ledger_clients import open_run_ledger
-from rollbook.run.resources.mps import remove_server
+from rollbook.run.resources.mps import OPTIONAL_MPS, remove_server
 from rollbook.run.supervision.drain import record_drained, until_drained
 from rollbook.run.supervision.exits import EXIT_DONE, NEEDED, ExitAction, ExitVerdict, ProcessExit, RestartRule, judge
 from rollbook.run.supervision.extra_processes import ExtraProcesses
 from rollbook.run.supervision.host import LocalHost, ProcessHost, ProcessStart
 from rollbook.run.supervision.membership import machine_id, member_lease
-from rollbook.run.supervision.plan import plan_run, process_template
+from rollbook.run.supervision.plan import plan_run, process_template, start_without_mps
 from rollbook.run.supervision.problems import ProblemLog
 from rollbook.run.supervision.process import STOP_GRACE_S, ProcessFiles, ProcessState, SupervisedProcess, start_text
 from rollbook.run.supervision.watchdog import DirectoryGuard, Watchdog
@@ -133,6 +133,7 @@ class Supervisor:
         needed = {name for process in self.processes for name in process.needs}
         self._needed = {process.name: process for process in self.processes if process.name in needed}
         """Processes whose death ends others."""
+        self._optional = OPTIONAL | ({"mps"} if config.resources.mps == OPTIONAL_MPS else set[str]())
         # Without a trainer, the run is over when the dispatcher ends.
         self._last = next(p for p in self.processes if p.role == ("trainer" if has_trainer else "rollout"))
 
@@ -265,10 +266,10 @@ class Supervisor:
                 async with asyncio.timeout(ready_s):
                     try:
                         async with asyncio.timeout(SLOW_START_S):
-                            await self._unless_over(process.ready.wait())
+                            await self._unless_over(process.settled.wait())
                     except TimeoutError:
                         await self._report_slow_start(process)
-                        await self._unless_over(process.ready.wait())
+                        await self._unless_over(process.settled.wait())
                         self._problems.report(process.name, READINESS, "")
             except TimeoutError:
                 stack = await process.stack()
@@ -325,11 +326,12 @@ class Supervisor:
                 process.move(ProcessState.FAILED, str(error))
                 self._fail(self._guard.explain_failed_start(process.name, error))
                 return
+            lost = self._missing(process)
             if process.name in self._needed:
                 await self._end_dependents(process)
             if self._stopping.is_set():
                 break
-            ended = self._exit_of(process, code)
+            ended = self._exit_of(process, code, lost)
             verdict = judge(ended, self._restart_rule)
             match verdict.action:
                 case ExitAction.END:
@@ -341,13 +343,7 @@ class Supervisor:
                     self._over.set()
                     return
                 case ExitAction.DROP:
-                    process.move(ProcessState.FAILED, verdict.cause)
-                    self._log.error(
-                        f"run.{process.role}_failed", cause=verdict.cause, last_output=process.last_output()
-                    )
-                    self._say(
-                        f"{process.role} {verdict.sentence}; training continues{self._last_words(process, verdict)}"
-                    )
+                    self._drop(process, verdict)
                     return
                 case ExitAction.FAIL_RUN:
                     process.move(ProcessState.FAILED, verdict.cause)
@@ -368,16 +364,16 @@ class Supervisor:
         process.move(ProcessState.STOPPED)
 
     async def _has_needed(self, process: SupervisedProcess) -> bool:
-        """Wait until all processes that this one needs are ready. False: the run is over before that."""
+        """Wait until all processes that this one needs are ready or dropped. False: the run is over before that."""
         while (missing := self._missing(process)) is not None and not self._over.is_set():
             process.move(ProcessState.WAITING, f"for {NEEDED[missing.role]}")
-            await self._unless_over(missing.ready.wait())
+            await self._unless_over(missing.settled.wait())
         return missing is None
 
     def _missing(self, process: SupervisedProcess) -> SupervisedProcess | None:
-        """A process that this one needs and that is not ready."""
+        """A process that this one needs and that is neither ready nor dropped."""
         needed = (self._needed[name] for name in process.needs)
-        return next((other for other in needed if not other.ready.is_set()), None)
+        return next((other for other in needed if not other.settled.is_set()), None)
 
     async def _end_dependents(self, needed: SupervisedProcess) -> None:
         """It has died: end all processes that need it before it is started again. A GPU frees shared memory with the last process
@@ -388,12 +384,24 @@ class Supervisor:
         for process in dependents:
             await process.ended.wait()
 
+    def _drop(self, process: SupervisedProcess, verdict: ExitVerdict) -> None:
+        """The run goes on without this process."""
+        self._log.error(f"run.{process.role}_failed", cause=verdict.cause, last_output=process.last_output())
+        how = "training continues"
+        if process.role == "mps":
+            how += " without it, and trainer and policy servers take turns on the GPU"
+            for other in self.processes:
+                if process.name in other.needs:
+                    other.change_start(lambda start: start_without_mps(start, self._config))
+        sentence, newline, more = verdict.sentence.partition("\n")
+        self._say(f"{process.role} {sentence}; {how}{newline}{more}{self._last_words(process, verdict)}")
+        process.drop(verdict.cause)
+
     def _last_words(self, process: SupervisedProcess, verdict: ExitVerdict) -> str:
         output = process.last_output() if verdict.shows_output else ""
         return f". Its last output:\n{output}" if output else ""
 
-    def _exit_of(self, process: SupervisedProcess, code: int) -> ProcessExit:
-        missing = self._missing(process)
+    def _exit_of(self, process: SupervisedProcess, code: int, lost: SupervisedProcess | None) -> ProcessExit:
         return ProcessExit(
             code=code,
             has_ended=process.has_ended,
@@ -403,10 +411,10 @@ class Supervisor:
             has_progressed=process.has_progressed,
             was_ready=process.was_ready,
             is_last=process is self._last,
-            is_optional=process.role in OPTIONAL,
+            is_optional=process.role in self._optional,
             is_draining=self._drained,
             is_interrupted=self._drained and not self._is_operator_drain,
-            lost=None if missing is None else missing.role,
+            lost=None if lost is None else lost.role,
         )
 
     async def _on_end(self, process: SupervisedProcess) -> None:

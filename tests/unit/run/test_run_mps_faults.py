@@ -1,15 +1,18 @@
-"""`resources.mps`: when a run may have a server, which GPUs its clients see, and what is said of servers of other programs."""
+"""`resources.mps`: when a run has a server, which GPUs its clients see, and what is said of servers of other programs."""
 
 import os
 import shutil
 import tempfile
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from rollbook.commands.checks.doctor import examine
 from rollbook.commands.checks.findings import Verdict
-from rollbook.run.config.run import load_config
+from rollbook.commands.training.train import resolve_run
+from rollbook.run.config.run import RunConfig, dump_toml, load_config, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.resources import mps
 from rollbook.run.resources.automatic import Resolution, resolve
@@ -32,22 +35,30 @@ def _one_program_and_no_other_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("rollbook.commands.checks.doctor._run", lambda code: (0, "1.0"))
 
 
-def resolved(file: Path, *overrides: str, machine: Machine = WITH_GPU) -> Resolution:
-    return resolve(load_config(file, ["resources.mps=true", *overrides]), machine)
+def resolved(file: Path, *overrides: str, machine: Machine = WITH_GPU, recorded: RunConfig | None = None) -> Resolution:
+    return resolve(load_config(file, overrides), machine, recorded=recorded)
+
+
+def required(file: Path, *overrides: str, machine: Machine = WITH_GPU) -> Resolution:
+    return resolved(file, "resources.mps=true", *overrides, machine=machine)
+
+
+def mps_texts(found: Resolution) -> list[str]:
+    return [line for line in found.lines() if line.startswith("mps:")]
 
 
 def test_a_run_on_one_gpu_may_have_a_server_which_the_table_and_the_plan_show(tmp_path: Path) -> None:
     file = project(tmp_path, "1.5b")
-    found = resolved(file)
+    found = required(file)
     assert found.faults() == []
-    (line,) = [line for line in found.lines() if line.startswith("mps:")]
+    (line,) = mps_texts(found)
     assert (
         line == f"mps: a server of this run ({tmp_path}/bin/{mps.PROGRAM}), for trainer, policy servers and shared base"
     )
     assert found.plan is not None
     assert found.plan.by_process(gpu(0))["mps"] == 700_000_000
     without = resolved(file, "resources.mps=false")
-    assert not any(line.startswith("mps:") for line in without.lines())
+    assert mps_texts(without) == []
     assert without.plan is not None
     assert "mps" not in without.plan.by_process(gpu(0))
 
@@ -69,7 +80,7 @@ def test_a_run_on_one_gpu_may_have_a_server_which_the_table_and_the_plan_show(tm
 def test_a_server_that_nothing_would_share_or_that_cannot_run_is_refused_with_what_to_do(
     tmp_path: Path, overrides: tuple[str, ...], machine: Machine, reason: str
 ) -> None:
-    faults = resolved(project(tmp_path, "1.5b"), *overrides, machine=machine).faults()
+    faults = required(project(tmp_path, "1.5b"), *overrides, machine=machine).faults()
     (fault,) = [fault for fault in faults if fault.path == "resources.mps"]
     assert reason in fault.message
     assert fault.message.endswith("or remove resources.mps")
@@ -78,7 +89,7 @@ def test_a_server_that_nothing_would_share_or_that_cannot_run_is_refused_with_wh
 def test_a_missing_program_and_a_long_directory_of_sockets_are_refused_on_this_machine_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = resolved(project(tmp_path, "1.5b"))
+    found = required(project(tmp_path, "1.5b"))
     with monkeypatch.context() as changed:
         changed.setattr(tempfile, "tempdir", f"/tmp/{'long' * 20}")
         (fault,) = found.faults()
@@ -106,16 +117,107 @@ def test_a_server_of_another_program_is_named_with_what_happens(
     file, place = project(tmp_path, "1.5b"), tmp_path / "nvidia-mps"
     other_program(tmp_path, place, monkeypatch)
     monkeypatch.setattr(mps, "DEFAULT_PIPES", place)
-    own, none = resolved(file), resolved(file, "resources.mps=false")
+    own, none = required(file), resolved(file, "resources.mps=false")
     found = f"an MPS server of another program runs here (in {place}, pid {os.getpid()})"
     assert any(line.endswith(f"{found}, which this run does not use and leaves alone") for line in own.lines())
     assert f"mps: {found}; processes of this run use it. The run did not start it and does not stop it" in none.lines()
     monkeypatch.setenv(mps.PIPES, str(tmp_path / "elsewhere"))
-    (line,) = [line for line in none.lines() if line.startswith("mps:")]
+    (line,) = mps_texts(none)
     assert f"is configured ({mps.PIPES}={tmp_path}/elsewhere; no process of it is visible here)" in line
     (doctor,) = [finding for finding in examine(tmp_path) if finding.name == "mps"]
     assert doctor.verdict is Verdict.OK
     assert "elsewhere" in doctor.found
+
+
+def test_trainer_and_policy_server_of_one_gpu_get_an_optional_server_which_a_resumed_run_keeps(tmp_path: Path) -> None:
+    file = project(tmp_path, "1.5b")
+    found = resolved(file)
+    assert found.faults() == []
+    assert found.chosen["resources.mps"] == "optional"
+    assert [line.partition(" (")[0] for line in mps_texts(found)] == ["mps: a server of this run"]
+    assert found.plan is not None
+    assert found.plan.by_process(gpu(0))["mps"] == 700_000_000
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    directory.write_manifest(name="run", source_dir=file.parent)
+    directory.config_file.write_text(dump_toml(found.loaded.config), encoding="utf-8")
+
+    def resumed(source: Path, *overrides: str) -> object:
+        recorded = load_resolved_config(directory).config
+        loaded, _ = resolve_run(source, directory.path, overrides)
+        return resolve(loaded, WITH_GPU, recorded=recorded).loaded.config.resources.mps
+
+    assert [resumed(source) for source in (file, directory.path)] == ["optional", "optional"]
+    # Runs that were recorded before there was a choice have no server.
+    table = tomllib.loads(directory.config_file.read_text(encoding="utf-8"))
+    del table["resources"]["mps"]
+    directory.config_file.write_text(tomli_w.dumps(table), encoding="utf-8")
+    assert [resumed(source) for source in (file, directory.path)] == [False, False]
+    assert resumed(file, "resources.mps=true") is True
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine"),
+    [
+        ((), Machine(cores=4)),
+        (("trainer.device=cuda", "inference.device=cuda"), Machine(cores=4)),
+        (("inference.device=cpu",), WITH_GPU),
+        (("trainer.device=cpu", "inference.replicas=2"), WITH_GPU),
+        ((), Machine(gpus=GPUS[:2], cores=16, memory_bytes=128 * GB)),
+        (("cluster.allow_join=true",), WITH_GPU),
+        (("inference.urls=['http://10.0.0.1:8000']",), WITH_GPU),
+        (("resources.mps=false",), WITH_GPU),
+    ],
+)
+def test_without_a_trainer_and_a_policy_server_of_the_run_on_one_gpu_there_is_no_server_and_nothing_is_said(
+    tmp_path: Path, overrides: tuple[str, ...], machine: Machine
+) -> None:
+    found = resolved(project(tmp_path, "1.5b"), *overrides, machine=machine)
+    assert found.loaded.config.resources.mps is False
+    assert "resources.mps" not in found.chosen
+    assert mps_texts(found) == []
+
+
+@pytest.mark.parametrize("setting", ["auto", "optional"])
+def test_an_optional_server_is_left_out_where_it_cannot_be_used_also_in_a_resumed_run_and_the_table_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    file = project(tmp_path, "1.5b")
+    recorded = resolved(file).loaded.config
+    with monkeypatch.context() as changed:
+        changed.setenv("PATH", str(tmp_path / "empty"))
+        for earlier in (None, recorded):
+            found = resolved(file, f"resources.mps={setting}", recorded=earlier)
+            assert found.loaded.config.resources.mps is False
+            (line,) = mps_texts(found)
+            assert line.startswith(
+                "mps: off (trainer and policy servers take turns on the GPU), because nvidia-cuda-mps"
+            )
+            assert "Install it" in line
+    with monkeypatch.context() as changed:
+        changed.setattr(tempfile, "tempdir", f"/tmp/{'long' * 20}")
+        (line,) = mps_texts(resolved(file, f"resources.mps={setting}"))
+        assert "Set TMPDIR to a shorter directory" in line
+    monkeypatch.setenv(mps.PIPES, str(tmp_path / "elsewhere"))
+    found = resolved(file, f"resources.mps={setting}")
+    assert found.loaded.config.resources.mps is False
+    (line,) = mps_texts(found)
+    assert "an MPS server of another program is configured" in line
+
+
+def test_a_gpu_that_is_full_without_the_server_gets_none(tmp_path: Path) -> None:
+    file = project(tmp_path, "1.5b")
+    needed = resolved(file, "run.gpu_memory_gb=1", "resources.mps=false").plan
+    assert needed is not None
+    # The smallest plan, the part that stays free, and half of the context of a server.
+    limit = (needed.total(gpu(0)) / GB + 0.35) / 0.96
+    found = resolved(file, f"run.gpu_memory_gb={limit}")
+    assert found.faults() == []
+    assert found.loaded.config.resources.mps is False
+    assert mps_texts(found) == [
+        "mps: off (trainer and policy servers take turns on the GPU), because the GPU has no memory for its server"
+    ]
+    assert required(file, f"run.gpu_memory_gb={limit}").faults() != []
 
 
 @pytest.mark.parametrize(
