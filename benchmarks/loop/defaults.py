@@ -141,12 +141,13 @@ CASES = {
     "8b-lora": Case(shape=LLAMA_8B, tokens_per_pass=8192, lora=True),
 }
 ON_GPU = ("135m", "1.5b", "4b-lora", "8b-lora")
-OF_TINY = (("tiny", None), ("tiny-lora", "apart"), ("tiny-lora", "killed"))
-"""With `--tiny`: cases, and the only run of each."""
+OF_TINY: tuple[tuple[str, list[str]], ...] = (("tiny", []), ("tiny-lora", ["apart", "killed"]))
+"""With `--tiny`: cases, and the only runs of each."""
 
 
 KILLED: dict[str, dict[str, Any]] = {"trainer": {"checkpoint_every": 3}, "run": {"most_quick_deaths": 1000}}
 SHARED = {"shared_base": True}
+KINDS = ("cold", "defaults", "hand", "apart", "killed", "mps")
 SYNCHRONOUS: dict[str, dict[str, Any]] = {"gate": {"max_head_offpolicy_versions": 0}}
 
 
@@ -315,7 +316,7 @@ def prepare(name: str, case: Case, home: Path) -> Path:
 
 
 def runs_of(
-    case: Case, *, limits: Sequence[float], only: str | None, has_mps: bool, has_sections: bool
+    case: Case, *, limits: Sequence[float], only: Sequence[str], has_mps: bool, has_sections: bool
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """The runs of a case by kind, with the settings in which they differ from the run file of `rollbook init`.
 
@@ -325,22 +326,22 @@ def runs_of(
     compared: dict[str, dict[str, Any]] = {"resources": {"mps": False}} if has_mps else {}
     found |= {"defaults": compared, "hand": {**by_hand(case), **compared}}
     within: dict[str, dict[str, Any]] = {f"limit{limit:g}": {"run": {"gpu_memory_gb": limit}} for limit in limits}
-    if within and only is None:
+    if within and not only:
         return within
     if has_mps:
         found["mps"] = {"resources": {"mps": True}}
     if has_sections:
         found |= {section: {section: values, **compared} for section, values in by_hand(case).items()}
-    if only is None:
+    if not only:
         return found
     resources = {**(SHARED if case.lora else {}), "mps": has_mps}
     others = {
         "apart": {"resources": {"shared_base": False}},
         "killed": {**KILLED, "resources": resources},
     }
-    chosen = {**found, **others}[only]
     limit = next(iter(within.values()), {}).get("run", {})
-    return {only: {**chosen, "run": {**chosen.get("run", {}), **limit}}}
+    chosen = {name: settings for name, settings in {**found, **others}.items() if name in only}
+    return {name: {**settings, "run": {**settings.get("run", {}), **limit}} for name, settings in chosen.items()}
 
 
 def run_figures(name: str, kind: str, results: Mapping[str, Measured], *, has_mps: bool) -> list[Figure]:
@@ -368,7 +369,7 @@ def run_case(
     stepping_s: float,
     until: float,
     limits: Sequence[float],
-    only: str | None,
+    only: Sequence[str],
     kills: int,
     has_parts: bool,
     has_mps: bool,
@@ -416,9 +417,13 @@ def main() -> int:
     parser.add_argument("--stepping", type=float, default=30.0, help="seconds of steps in each run (default: 30)")
     parser.add_argument("--within", type=float, default=1e9, help="seconds for everything")
     parser.add_argument(
-        "--limits", nargs="+", type=float, default=[], help="run.gpu_memory_gb of runs without hand, or of --only"
+        "--limits",
+        nargs="+",
+        type=float,
+        default=[],
+        help="run.gpu_memory_gb of runs without hand, or of --only (the first)",
     )
-    parser.add_argument("--only", choices=["defaults", "hand", "apart", "killed", "mps"], help="one run of a case")
+    parser.add_argument("--only", nargs="+", default=[], choices=KINDS, help="only these runs of a case")
     parser.add_argument(
         "--mps", action="store_true", help="a run with an MPS server, too; with `--only killed`: under it"
     )
@@ -451,13 +456,13 @@ def main() -> int:
                 "stepping_s": args.stepping,
                 "until": until,
                 "limits": args.limits,
-                "has_parts": args.parts or (args.tiny and only is None),
+                "has_parts": args.parts or (args.tiny and not only),
                 "has_mps": args.mps or args.tiny,
                 "has_sections": args.sections,
             }
             try:
                 found = run_case(
-                    name, home / f"{name}-{only or 'all'}", **options, only=only, kills=kills, save=args.save
+                    name, home / f"{name}-{'-'.join(only) or 'all'}", **options, only=only, kills=kills, save=args.save
                 )
             except (RuntimeError, subprocess.CalledProcessError) as error:
                 print_status(f"{name}: {error}")

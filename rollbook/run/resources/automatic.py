@@ -386,7 +386,8 @@ class _Draft:
         note says why if this machine is the reason."""
         config, sizes = self.config, sizes_of(self.config, machine)
         policies = {number for group in sizes.policy_gpus for number in group}
-        if config.trainer.device == "cuda" and policies & set(sizes.trainer_gpus):
+        is_embedded = sizes.engine == "embedded"  # kills of other engines were not tried
+        if is_embedded and config.trainer.device == "cuda" and policies & set(sizes.trainer_gpus):
             self.choose("resources.mps", OPTIONAL_MPS)
         if self.config.resources.mps != OPTIONAL_MPS:
             return

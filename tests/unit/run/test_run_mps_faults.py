@@ -166,10 +166,11 @@ def test_trainer_and_policy_server_of_one_gpu_get_an_optional_server_which_a_res
         ((), Machine(gpus=GPUS[:2], cores=16, memory_bytes=128 * GB)),
         (("cluster.allow_join=true",), WITH_GPU),
         (("inference.urls=['http://10.0.0.1:8000']",), WITH_GPU),
+        (("inference.engine=vllm", "inference.vllm.python='/usr/bin/python3'"), WITH_GPU),
         (("resources.mps=false",), WITH_GPU),
     ],
 )
-def test_without_a_trainer_and_a_policy_server_of_the_run_on_one_gpu_there_is_no_server_and_nothing_is_said(
+def test_without_a_trainer_and_an_embedded_policy_server_on_one_gpu_there_is_no_server_and_nothing_is_said(
     tmp_path: Path, overrides: tuple[str, ...], machine: Machine
 ) -> None:
     found = resolved(project(tmp_path, "1.5b"), *overrides, machine=machine)
