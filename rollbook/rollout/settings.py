@@ -121,7 +121,7 @@ class JudgeSettings:
     high: float = 1.0
     structured: bool = True
     temperature: float = 0.0
-    max_tokens: int = 1024
+    max_tokens: int | None = None
     timeout_s: float = 60.0
     attempts: int = 5
     first_wait_s: float = 1.0

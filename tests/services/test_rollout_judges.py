@@ -366,6 +366,29 @@ async def test_a_group_that_a_judge_cannot_compare_is_unscorable_and_one_failure
     assert all("(2 attempts)" in str(score.cause) for score in stayed)
 
 
+async def test_a_judge_of_a_large_group_may_write_more() -> None:
+    cases = [case(f"answer {number}") for number in range(16)]
+    async with open_judge_server() as server:
+        async with panel_of(server.url, group=True) as panel:
+            await panel.score_group(cases)
+            await panel.score_group([dataclasses.replace(one, score=0.5) for one in cases] + [case("late")])
+        async with panel_of(server.url, group=True, max_tokens=300) as panel:
+            await panel.score_group(cases)
+    assert [body["max_tokens"] for body in server.bodies] == [1024 + 15 * 96, 1024, 300]
+
+
+@pytest.mark.parametrize(("api", "end"), [("openai", "no JSON object"), ("anthropic", "no list of verdicts")])
+async def test_an_answer_that_is_cut_names_the_setting_that_helps(api: str, end: str) -> None:
+    async with (
+        open_judge_server(lambda number: "long") as server,
+        panel_of(server.url, group=True, api=api, attempts=1) as panel,
+    ):
+        (score, _) = await panel.score_group([case("hello"), case("hi")])
+    text = "the answer was cut after 1120 tokens (raise rollout.rewards.functions.good.judge.max_tokens): "
+    assert text in str(score.cause)
+    assert end in str(score.cause)
+
+
 async def test_a_judge_ranks_whole_groups_of_a_run_and_its_words_are_stored_with_each_sample(tmp_path: Path) -> None:
     async with open_judge_server() as server, open_sink(tmp_path) as sink:
         await dispatching(tmp_path, [{}] * 3, rewards=rewards_of(server.url, group=True), sink=sink).run()

@@ -44,8 +44,8 @@ class JudgeConfig(BaseModel, frozen=True, extra="forbid"):
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of the judge."""
 
-    max_tokens: int = Field(default=1024, ge=1)
-    """Maximum number of tokens of its answer."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens of its answer. Unset: 1024, and for a group 96 more for each further answer that it scores."""
 
     timeout_s: float = Field(default=60.0, gt=0)
     """Time limit of one request."""

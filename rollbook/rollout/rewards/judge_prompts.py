@@ -70,6 +70,8 @@ GROUP_SCHEMA = {
     "required": ["verdicts"],
     "additionalProperties": False,
 }
+ANSWER_TOKENS, VERDICT_TOKENS = 1024, 96
+"""Of an answer: a thought and a verdict of one or two sentences; each further verdict."""
 END_OF_THOUGHT = "</think>"
 MAX_TOKENS = 1 << 40
 """The most that one answer can report. More is an error of the server."""
@@ -86,6 +88,11 @@ class JudgeQuestion:
     @property
     def schema(self) -> Mapping[str, Any]:
         return GROUP_SCHEMA if self.asked else SCHEMA
+
+    @property
+    def most_tokens(self) -> int:
+        """Of its answer, by default."""
+        return ANSWER_TOKENS + VERDICT_TOKENS * max(0, len(self.asked) - 1)
 
     def read(self, verdict: str | Mapping[str, Any], *, low: float, high: float) -> tuple[tuple[float, str], ...]:
         """Score and reason of each episode, of a group in the order of the prompt. Raises `ValueError`."""
@@ -169,6 +176,13 @@ def verdict_of(answer: Mapping[str, Any], *, api: str) -> str | Mapping[str, Any
             found: Mapping[str, Any] = block["input"]
             return found
     return "".join(str(block.get("text", "")) for block in blocks)
+
+
+def is_cut(answer: Mapping[str, Any], *, api: str) -> bool:
+    """Whether the answer ended at its maximum number of tokens."""
+    if api == "openai":
+        return bool(answer["choices"][0].get("finish_reason") == "length")
+    return bool(answer.get("stop_reason") == "max_tokens")
 
 
 def parse_verdict(verdict: str | Mapping[str, Any], *, low: float, high: float) -> tuple[float, str]:

@@ -24,6 +24,7 @@ from rollbook.contracts.decoding import load_json, valid_text
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.rewards.judge_prompts import (
     JudgeQuestion,
+    is_cut,
     question_about,
     question_about_group,
     read_template,
@@ -190,7 +191,7 @@ class Judge:
             tokens_in, tokens_out = usage_of(answer)
             cost = (tokens_in * settings.price_in + tokens_out * settings.price_out) / 1e6
             paid = _changed(paid, tokens_in=tokens_in, tokens_out=tokens_out, cost=cost)
-            verdict = verdict_of(answer, api=settings.api)
+            verdict, is_incomplete = verdict_of(answer, api=settings.api), is_cut(answer, api=settings.api)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             text = raw.decode(errors="replace")[:KEPT_CHARS]
             cause = f"the response is no answer of a model ({type(error).__name__}: {error})"
@@ -199,8 +200,12 @@ class Judge:
             found = question.read(verdict, low=settings.low, high=settings.high)
         except ValueError as error:
             text = verdict if isinstance(verdict, str) else json.dumps(verdict)
-            failed = _changed(paid, text=valid_text(text)[:KEPT_CHARS], cause=str(error))
-            raise UnusableAnswerError(str(error), judgement=failed) from None
+            cause = str(error)
+            if is_incomplete:
+                setting = f"rollout.rewards.functions.{self._function}.judge.max_tokens"
+                cause = f"the answer was cut after {body['max_tokens']} tokens (raise {setting}): {cause}"
+            failed = _changed(paid, text=valid_text(text)[:KEPT_CHARS], cause=cause)
+            raise UnusableAnswerError(cause, judgement=failed) from None
         verdicts = tuple((score, valid_text(reason)[:KEPT_CHARS]) for score, reason in found)
         if question.asked:
             return _changed(paid, verdicts=verdicts)
@@ -210,7 +215,7 @@ class Judge:
         settings = self._settings
         body: dict[str, Any] = {
             "model": settings.model,
-            "max_tokens": settings.max_tokens,
+            "max_tokens": question.most_tokens if settings.max_tokens is None else settings.max_tokens,
             "temperature": settings.temperature,
             "messages": [{"role": "user", "content": valid_text(question.prompt)}],
         }

@@ -13,7 +13,7 @@ from aiohttp import web
 from rollbook.concurrency.sockets import listening_socket
 
 Behaviour = Callable[[int], str]
-"""What to do with the n-th request (from 0) for a content: `score`, `score=0.5`, or a failure."""
+"""What to do with the n-th request (from 0) for a content: `score`, `score=0.5`, or a failure. `long`: cut at its `max_tokens`."""
 
 
 class JudgeServer:
@@ -75,7 +75,7 @@ class JudgeServer:
                 verdict = {"reason": "it is good", "score": "very"}
             case "beyond":
                 verdict = {"reason": "it is great", "score": 11}
-            case "huge" | "list" | "short":
+            case "huge" | "list" | "short" | "long":
                 verdict = _of_no_schema(kind, verdict)
             case "score":
                 self.answered[content] += 1
@@ -83,18 +83,27 @@ class JudgeServer:
                 verdict["score"] = float(kind.removeprefix("score="))
                 self.answered[content] += 1
         self.paid[content] += kind != "slow"  # that answer is not read
-        text = f"My verdict: {json.dumps(verdict)}"
+        text = f"My verdict: {json.dumps(verdict)}"[: 12 if kind == "long" else None]
         num_in = 10**30 if kind == "endless" else 100
         if is_openai:
             usage = {"prompt_tokens": num_in, "completion_tokens": 10}
-            return web.json_response({"choices": [{"message": {"content": text}}], "usage": usage})
+            reason = "length" if kind == "long" else "stop"
+            return web.json_response(
+                {"choices": [{"message": {"content": text}, "finish_reason": reason}], "usage": usage}
+            )
         usage = {"input_tokens": num_in, "output_tokens": 10}
         return web.json_response(
-            {"content": [{"type": "tool_use", "name": "verdict", "input": verdict}], "usage": usage}
+            {
+                "content": [{"type": "tool_use", "name": "verdict", "input": verdict}],
+                "stop_reason": "max_tokens" if kind == "long" else "tool_use",
+                "usage": usage,
+            }
         )
 
 
 def _of_no_schema(kind: str, verdict: dict[str, Any]) -> Any:
+    if kind == "long":
+        return {}
     if kind == "list":
         return [verdict]
     if kind == "short":
