@@ -226,7 +226,7 @@ async def main(servers: list[str], max_bytes: int) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", nargs="+", choices=list(SERVERS), default=list(SERVERS))
     parser.add_argument("--max-mb", type=float, default=8.0, help="largest body, if a server accepts more")
     args = parser.parse_args()

@@ -139,7 +139,7 @@ def _ray_against_local(name: str, config: str, settings: Sequence[str], seconds:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="time of each measurement")
     parser.add_argument("--only", choices=["dispatchers", "ray"])
     args = parser.parse_args()

@@ -454,7 +454,7 @@ def guarded(name: str, operation: Callable[[], Any]) -> Any:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="the parts to run")

@@ -374,7 +374,7 @@ def _adapter(number: int) -> Adapter:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny model and few requests")
     parser.add_argument("--tiny", action="store_true", help="the same on a CPU, to test the script")

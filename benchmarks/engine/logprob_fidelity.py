@@ -108,7 +108,7 @@ async def figures(device: str, shape: Shape, *, requests: int = 26, logit_scale:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--full", action="store_true", help="the 135M shape; the default is one million parameters")
     parser.add_argument("--logit-scale", type=float, default=1.0, help="factor of all logits")

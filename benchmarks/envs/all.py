@@ -6,6 +6,7 @@ aws_step               a command in the AWS environment against a subprocess of 
 crowd_step             CPU of a step with 256 sessions on one server against 8
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -25,6 +26,7 @@ def run(module: str) -> dict[str, Any]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     light, aws = run("benchmarks.envs.sessions"), run("benchmarks.envs.aws")
     waiting, crowd, steps = light["eight_sessions_waiting_environment"], light["crowd"], aws["steps"]
     few, many = (crowd[size]["cpu_ms_per_step"]["median"] for size in ("few", "many"))

@@ -6,6 +6,7 @@ Both methods alternate, command by command, on the same simulator, so they run u
 grading; the naive figure does not. Memory is the proportional set size: shared pages are counted once.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -167,4 +168,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     asyncio.run(main())

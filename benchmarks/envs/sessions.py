@@ -6,6 +6,7 @@
 The server runs in a separate process, as in a run. Every figure is a median of repetitions, with minimum and maximum.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -220,6 +221,7 @@ def main() -> None:
         rows = uvloop.run(aws_by_cores([int(count) for count in sys.argv[2:]] or [len(os.sched_getaffinity(0))]))
         print(json.dumps({"benchmark": "envs_aws_sessions", "arch": platform.machine(), "by_cores": rows}))
         return
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load_before": round(os.getloadavg()[0], 2)}
     figures = uvloop.run(measure())
     print(

@@ -195,7 +195,7 @@ def served(out: Path, port: int) -> Iterator[None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model", type=Path, help="SmolLM2-135M-Instruct: rollbook models get smollm2 --to models/smollm2"
     )

@@ -3,6 +3,7 @@
 python -m benchmarks.learning.curves docs/results/learning/learning.json
 """
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -42,7 +43,9 @@ def plot(path: Path, runs: Sequence[Mapping[str, Any]], *, mark: float, x_label:
 
 
 def main() -> int:
-    source = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, metavar="FILE.json", help="curves that a benchmark of learning wrote")
+    source = parser.parse_args().source
     saved = json.loads(source.read_text(encoding="utf-8"))
     plot(source.parent / "learning.png", saved["runs"], mark=saved["mark"])
     return 0

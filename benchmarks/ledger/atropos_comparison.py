@@ -436,7 +436,7 @@ def ledger(home: str, durability: Durability) -> Iterator[Server]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=160, help="groups in each slice for our server")
     parser.add_argument(
         "--peer-groups", type=int, default=32, help="groups in each slice for the original, which is slower"

@@ -52,7 +52,7 @@ async def measured(groups: int, slices: int) -> dict[bool, list[tuple[Cost, floa
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=48, help="groups in each slice")
     parser.add_argument("--slices", type=int, default=4)
     options = parser.parse_args()

@@ -89,10 +89,10 @@ def _child(  # noqa: PLR0917 - the arguments of a process
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("url")
-    parser.add_argument("--runs", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="postgresql://USER@HOST/DATABASE")
+    parser.add_argument("--runs", type=int, default=4, help="processes, each with a run of its own")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--repetitions", type=int, default=3)
     args = parser.parse_args()
     rates: dict[bool, list[float]] = {True: [], False: []}

@@ -195,7 +195,7 @@ def slow_downs(times: dict[str, list[Steps]], which: str) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--round-s", type=float, default=3.0)
     parser.add_argument("--scorers", type=int, default=1)

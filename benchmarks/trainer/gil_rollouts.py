@@ -109,7 +109,7 @@ async def play(scorers: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scorers", type=int, default=1)
     parser.add_argument("--burst", type=float, default=1.0)
     args = parser.parse_args()

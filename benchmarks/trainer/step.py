@@ -450,7 +450,7 @@ def compare_with_trl() -> list[Figure]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.trainer.step")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--models", default=None, help=f"comma-separated: {', '.join(CASES)}")
     parser.add_argument("--profile", action="store_true", help="where the packed step spends its time")

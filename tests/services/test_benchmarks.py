@@ -29,6 +29,19 @@ SMALLEST = {
 }
 
 
+CHILDREN = {"cluster/replica.py", "engine/loop.py", "engine/vllm_side.py", "trainer/trl_step.py"}
+"""Programs that other benchmarks start."""
+
+
+def test_every_benchmark_has_a_help_with_what_it_measures() -> None:
+    parser = "argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)"
+    folder = REPOSITORY / "benchmarks"
+    texts = {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in folder.rglob("*.py")}
+    assert [
+        name for name, text in texts.items() if "__main__" in text and parser not in text and name not in CHILDREN
+    ] == []
+
+
 @pytest.mark.parametrize(
     ("used", "expected"),
     [
