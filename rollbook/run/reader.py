@@ -98,7 +98,9 @@ class StoreSource:
         def read(tx: Transaction) -> GroupTimeline:
             group = tx.groups.get(self._run_id, GroupId(group_id))
             if group is None:
-                raise NotFoundError(f"run {self._run_id}: there is no group {group_id}")
+                raise NotFoundError(
+                    f"run {self._run_id}: there is no group {group_id}; `rollbook inspect RUN --groups` lists them"
+                )
             return GroupTimeline(
                 group=_row_of_record(group),
                 moves=tuple(map(_move, tx.history.of_group(self._run_id, group.group_id))),

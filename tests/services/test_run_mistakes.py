@@ -24,6 +24,7 @@ from rollbook.commands.training.train import resolve_run, write_or_check_config
 from rollbook.contracts.errors import RollbookError
 from rollbook.run.config.run import ConfigError, dump_toml, load_config
 from rollbook.run.config.sft import load_sft_config
+from rollbook.run.config.study import load_study
 from rollbook.run.directory import RunDirectory
 from rollbook.run.preflight import report
 from rollbook.run.preflight.checks import unreachable_lengths
@@ -385,14 +386,17 @@ def test_config_check_of_a_run_directory_checks_what_a_resume_would_use(
     assert code.place.startswith(f"{directory.config_file}:")
 
 
-def test_a_file_of_the_other_trainer_is_named_as_such(tmp_path: Path) -> None:
+def test_a_file_for_another_command_is_named_as_such(tmp_path: Path) -> None:
     demonstrations = tmp_path / "sft.toml"
     demonstrations.write_text('[model]\npath = "."\n[sft]\ndata = "chats.jsonl"\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"sft\.toml:3: sft: this is a file of `rollbook sft`") as caught:
+    with pytest.raises(ConfigError, match=r"sft\.toml:3: sft: this is a file for `rollbook sft`") as caught:
         check_command(demonstrations)
     assert len(caught.value.faults) == 1
-    with pytest.raises(ConfigError, match=r"run\.toml:11: tasks: this is a file of a run") as caught:
+    with pytest.raises(ConfigError, match=r"run\.toml:11: tasks: this is a file for `rollbook train`") as caught:
         load_sft_config(write(Mistake(expected=()), tmp_path))
+    assert len(caught.value.faults) == 1
+    with pytest.raises(ConfigError, match=r"run\.toml:11: tasks: this is a file for `rollbook train`") as caught:
+        load_study(tmp_path / "run.toml")
     assert len(caught.value.faults) == 1
 
 

@@ -8,13 +8,12 @@ from rollbook.commands.output import result, stderr_console
 from rollbook.run.config.run import (
     ConfigError,
     ConfigFault,
-    changed_fields,
     dump_toml,
     in_order,
     load_resolved_config,
     located,
 )
-from rollbook.run.config.source import examine_source, resume_faults
+from rollbook.run.config.source import changed_fields, examine_source, resume_faults
 from rollbook.run.directory import RunDirectory
 from rollbook.run.preflight.report import print_warnings, run_preflight
 from rollbook.run.resources.automatic import resolve
@@ -32,11 +31,12 @@ def check_command(
         bool, Option("--full", help="Print every setting, not only those that differ from the default.")
     ] = False,
 ) -> None:
-    """Report every fault at once with its line in the file, or print what differs from the defaults, as resolved on this machine.
+    """Report every fault of a run file, its code and this machine.
 
-    A run directory is checked as `rollbook train RUN_DIR` would resume it, with your code as it is now. What this machine lacks
-    (a GPU, the interpreter of vLLM) is a warning here, because a run may be checked on one machine and started on another.
-    `rollbook train` refuses it.
+    All faults are reported at once, each with its line in the file. Without a fault, prints the settings that differ from the
+    defaults, as resolved on this machine. A run directory is checked as `rollbook train RUN_DIR` would resume it, with your code
+    as it is now. What this machine lacks (a GPU, the interpreter of vLLM) is a warning here, because a run may be checked on one
+    machine and started on another. `rollbook train` refuses it.
     """
     overrides, console = override or (), stderr_console()
     read, examined = examine_source(config, overrides)

@@ -14,8 +14,8 @@ from rollbook.contracts.freshness import BatchPolicy
 from rollbook.contracts.group import SampleOutcome, group_id
 from rollbook.contracts.plugin import load_on_demand
 from rollbook.contracts.task import TaskId
-from rollbook.run.config.run import ConfigError, RunConfig, flat_values
-from rollbook.run.config.source import load_source
+from rollbook.run.config.run import ConfigError, RunConfig
+from rollbook.run.config.source import flat_values, load_source
 from rollbook.run.reader import RecordedRun, open_run
 from rollbook.simulation.fit import fit
 from rollbook.simulation.prediction import (

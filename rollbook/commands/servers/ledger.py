@@ -171,10 +171,26 @@ def serve_command(  # noqa: PLR0917 - a command line is a list of flags
     token_file: TokenFile = None,
     allow_host: AllowHost = None,
     allow_origin: AllowOrigin = None,
-    producer_token: Annotated[list[str] | None, Option("--producer-token", variable="ROLLBOOK_PRODUCER_TOKENS")] = None,
-    trainer_token: Annotated[list[str] | None, Option("--trainer-token", variable="ROLLBOOK_TRAINER_TOKENS")] = None,
-    viewer_token: Annotated[list[str] | None, Option("--viewer-token", variable="ROLLBOOK_VIEWER_TOKENS")] = None,
-    operator_token: Annotated[list[str] | None, Option("--operator-token", variable="ROLLBOOK_OPERATOR_TOKENS")] = None,
+    producer_token: Annotated[
+        list[str] | None,
+        Option(
+            "--producer-token",
+            variable="ROLLBOOK_PRODUCER_TOKENS",
+            help="Token of programs that submit groups; may be repeated. Other users can see an argument: prefer the variable.",
+        ),
+    ] = None,
+    trainer_token: Annotated[
+        list[str] | None,
+        Option("--trainer-token", variable="ROLLBOOK_TRAINER_TOKENS", help="The same of trainers."),
+    ] = None,
+    viewer_token: Annotated[
+        list[str] | None,
+        Option("--viewer-token", variable="ROLLBOOK_VIEWER_TOKENS", help="The same of programs that only read."),
+    ] = None,
+    operator_token: Annotated[
+        list[str] | None,
+        Option("--operator-token", variable="ROLLBOOK_OPERATOR_TOKENS", help="The same of people who act on runs."),
+    ] = None,
 ) -> None:
     """Serve the native API, and with --atropos-run also the Atropos API."""
     serve(

@@ -108,7 +108,7 @@ def _reject_trainer_settings(config: RunConfig) -> None:
     unread = sorted(name for name in given if name not in USED_TRAINER_SETTINGS and given[name] != defaults[name])
     if unread:
         raise RunError(
-            f"trainer.{', trainer.'.join(unread)}: not read by `rollbook host`; set it in the external trainer and remove it here"
+            f"not read by `rollbook host`: trainer.{', trainer.'.join(unread)}. Set it in the external trainer and remove it here"
         )
 
 

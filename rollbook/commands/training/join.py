@@ -132,7 +132,7 @@ def running_addresses(directory: RunDirectory) -> dict[str, str]:
     try:
         found: dict[str, str] = json.loads(directory.addresses_file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{directory.path} is not running: start it with `rollbook train`, then join it") from error
+        raise UsageError(f"{directory.path} is not running: start it with `rollbook train` first") from error
     return found
 
 

@@ -46,7 +46,8 @@ def explain_group(tx: Transaction, run_id: RunId, group_id: GroupId) -> list[str
     group = tx.groups.get(run_id, group_id)
     if group is None:
         raise UnknownGroupError(
-            f"run {run_id}: there is no group {visible(group_id)}; it was never opened, or its submission was refused"
+            f"run {run_id}: there is no group {visible(group_id)}; it was never opened, or its submission was refused. "
+            "`rollbook inspect RUN --groups` lists those of the run"
         )
     sentences = [_opening(group)]
     sentences += _parts(tx, run, group)

@@ -160,6 +160,9 @@ SECTIONS: dict[str, type[BaseModel]] = {
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 }
 
+COMMAND_OF = {"study": "rollbook study", "sft": "rollbook sft", "tasks": "rollbook train"}
+"""The command of a file by a section that no other kind of file has."""
+
 SEEDED = ("tasks", "inference", "trainer")
 """Sections that have a seed."""
 
@@ -262,12 +265,20 @@ def examine_table(
 ) -> Examined:
     places = tuple(dict.fromkeys(places))
     repairs = Repairs(table, RunConfig)
-    if "sft" in table and "tasks" not in table:
-        text = f"this is a file of `rollbook sft`: train with `rollbook sft {file}`, check it with `rollbook doctor {file}`"
-        return Examined(None, located([ConfigFault("sft", text)], file, overrides), repairs)
+    if (fault := other_kind(table, "tasks", file)) is not None:
+        return Examined(None, located([fault], file, overrides), repairs)
     config, more = validate_table(repairs, source_dir, places)
     loaded = None if config is None else LoadedConfig(config, source_dir, places, file)
     return Examined(loaded, in_order([*faults, *located(more, file, overrides)]), repairs)
+
+
+def other_kind(table: Mapping[str, Any], section: str, file: Path | None) -> ConfigFault | None:
+    """The fault that a file without its required section is one for another command."""
+    found = next((one for one in COMMAND_OF if one in table and section not in table), None)
+    if found is None:
+        return None
+    command = COMMAND_OF[found]
+    return ConfigFault(found, f"this is a file for `{command}`: start it with `{command} {file or 'FILE'}`")
 
 
 def name_of(file: Path | None) -> str:
@@ -465,30 +476,6 @@ def dump_toml(config: RunConfig, *, masks_secrets: bool = False, is_full: bool =
     if config.ledger.store is not None and not masks_secrets:
         table["ledger"]["store"] = config.ledger.store.get_secret_value()
     return tomli_w.dumps(table)
-
-
-def changed_fields(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Paths whose values differ, with both values."""
-    before, after = flat_values(old), flat_values(new)
-    return {
-        path: (before.get(path), after.get(path))
-        for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path)
-    }
-
-
-def flat_values(config: RunConfig) -> dict[str, Any]:
-    """Every value by its path, such as `inference.device`."""
-    return _flat(config.model_dump(mode="json"))
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {path: value}
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        flat |= _flat(inner, f"{path}.{key}" if path else str(key))
-    return flat
 
 
 def override_table(table: dict[str, Any], text: str) -> ConfigFault | None:

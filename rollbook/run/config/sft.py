@@ -14,6 +14,7 @@ from rollbook.run.config.run import (
     ConfigFault,
     RunSection,
     located,
+    other_kind,
     read_table,
     without_auto,
 )
@@ -64,8 +65,7 @@ def load_sft_config(path: Path, overrides: Sequence[str] = (), *, source_dir: Pa
         directory = RunDirectory(path.resolve())
         path, source_dir = directory.require_config(), recorded_source_dir(directory)
     table, faults = read_table(path, overrides)
-    if "tasks" in table and "sft" not in table:
-        fault = ConfigFault("tasks", f"this is a file of a run: train with `rollbook train {path}`")
+    if (fault := other_kind(table, "sft", path)) is not None:
         raise ConfigError(str(path), located([fault], path, overrides))
     table = without_auto(table)
     home = (source_dir or path.parent).resolve()

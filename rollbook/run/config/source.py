@@ -13,7 +13,6 @@ from rollbook.run.config.run import (
     Examined,
     LoadedConfig,
     RunConfig,
-    changed_fields,
     examine_table,
     override_table,
     read_table,
@@ -106,6 +105,30 @@ def resume_faults(stored: RunConfig, changed: Mapping[str, tuple[Any, Any]]) -> 
         for path, (old, new) in changed.items()
         if any(path == frozen or path.startswith(f"{frozen}.") for frozen in fixed)
     ]
+
+
+def changed_fields(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Paths whose values differ, with both values."""
+    before, after = flat_values(old), flat_values(new)
+    return {
+        path: (before.get(path), after.get(path))
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path)
+    }
+
+
+def flat_values(config: RunConfig) -> dict[str, Any]:
+    """Every value by its path, such as `inference.device`."""
+    return _flat(config.model_dump(mode="json"))
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {path: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flat(inner, f"{path}.{key}" if path else str(key))
+    return flat
 
 
 def place(table: dict[str, Any], path: str, value: Any) -> None:

@@ -23,6 +23,7 @@ from rollbook.run.config.run import (
     load_config,
     load_resolved_config,
     located,
+    other_kind,
     read_table,
 )
 from rollbook.run.config.suggestions import plain_message
@@ -119,6 +120,8 @@ class Study:
 def load_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     """Read the file and check the config of every cell. Raises `ConfigError` with every fault. `overrides` apply to all cells."""
     table, _ = read_table(path, ())
+    if (fault := other_kind(table, "study", path)) is not None:
+        raise ConfigError(str(path), located([fault], path, ()))
     try:
         file = StudyFile.model_validate(table)
     except ValidationError as error:

@@ -13,7 +13,8 @@ from rollbook.commands.checks import doctor
 from rollbook.commands.output import stderr_console
 from rollbook.commands.training import train as train_module
 from rollbook.commands.training.init import init_project
-from rollbook.run.config.run import AUTO_SETTINGS, ConfigError, RunConfig, dump_toml, flat_values, load_config
+from rollbook.run.config.run import AUTO_SETTINGS, ConfigError, RunConfig, dump_toml, load_config
+from rollbook.run.config.source import flat_values
 from rollbook.run.directory import RunDirectory
 from rollbook.run.ledger_clients import model_limits
 from rollbook.run.resources.automatic import Resolution, free_disk_bytes, resolve, value_at

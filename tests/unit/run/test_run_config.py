@@ -11,8 +11,8 @@ from rollbook.commands.training.host import host
 from rollbook.commands.training.train import resolve_run, write_or_check_config
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.freshness import BatchPolicy
-from rollbook.run.config.run import ConfigError, changed_fields, dump_toml, load_config, load_resolved_config
-from rollbook.run.config.source import check_resume
+from rollbook.run.config.run import ConfigError, dump_toml, load_config, load_resolved_config
+from rollbook.run.config.source import changed_fields, check_resume
 from rollbook.run.directory import RunDirectory
 
 GOOD = """
@@ -294,7 +294,7 @@ def test_an_atropos_source_rejects_rollout_and_env_settings(tmp_path: Path) -> N
 
 def test_a_hosted_run_rejects_trainer_settings(tmp_path: Path) -> None:
     path = write_config(tmp_path, GOOD + "lr = 0.5\n")
-    with pytest.raises(RunError, match=r"trainer\.lr: not read by `rollbook host`"):
+    with pytest.raises(RunError, match=r"not read by `rollbook host`: trainer\.lr"):
         host(path, run_dir=tmp_path / "run", overrides=(), parent_fd=None, console=Console(quiet=True))
 
 
