@@ -156,6 +156,7 @@ class JudgeNote:
 
     model: str
     score: float | None
+    """None: it gave none, and `text` says why. The others were enough for a vote."""
     text: str
 
 

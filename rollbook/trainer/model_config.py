@@ -1,5 +1,6 @@
 """Settings of the model that is trained."""
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
@@ -84,3 +85,14 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid"):
                 "set exactly one of `path` (an existing model) and `build` (a small model built for the run)"
             )
         return self
+
+
+def missing_model(directory: Path) -> str | None:
+    """What to say of an existing directory that is no model: in a run or a checkpoint, where its model is."""
+    if (directory / "config.json").is_file():
+        return None
+    checkpoints = sorted(directory.glob("checkpoints/step-*/model/config.json"), reverse=True)
+    for found in (directory / "final" / "config.json", *checkpoints, directory / "model" / "config.json"):
+        if found.is_file():
+            return f"{directory} is no model, but contains one: use {found.parent}"
+    return f"{directory} has no config.json; a model directory has config.json, *.safetensors and tokenizer.json"

@@ -211,7 +211,11 @@ async def test_several_judges_vote_and_more_than_half_must_answer(vote: str, exp
         assert score.value == pytest.approx(expected)
         assert len(score.notes) == 3
         servers[1].behaviour = lambda number: "cut"
-        assert (await panel.score(case("two answer"))).value == pytest.approx(0.6)
+        two = await panel.score(case("two answer"))
+        assert two.value == pytest.approx(0.6)
+        assert two.cause is None
+        assert [note.score for note in two.notes] == [0.6, None, 0.6]
+        assert "status 500" in two.notes[1].text, "which judge fails can be read"
         servers[0].behaviour = lambda number: "cut"
         alone = await panel.score(case("one answers"))
         assert (alone.value, len(alone.notes)) == (None, 1)

@@ -159,7 +159,8 @@ async def test_the_policy_with_a_context_is_its_own_teacher_at_the_version_that_
     async with ClientSession() as session, session.post(f"{url}/completions", json=body) as response:
         version = (await response.json())["choices"][0]["logprobs"]["prompt_version"]
     config = TeacherConfig(policy=True, context="It is $answer, not $feedback. ", top_k=3, attempts=2)
-    notes = {"good": [{"model": "m", "score": 0.0, "text": "too long"}]}
+    failed = {"model": "n", "score": None, "text": "no answer within 60 s"}
+    notes = {"good": [{"model": "m", "score": 0.0, "text": "too long"}, failed]}
     async with (
         counted(url) as (server, bodies),
         teachers_of(config, tokenizer=tokenizer, policy_url=server.removesuffix("/v1")) as teachers,

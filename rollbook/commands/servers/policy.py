@@ -31,7 +31,7 @@ from rollbook.run.directory import write_json
 from rollbook.run.processes.inference_server import compare_with_trainer, load_tokenizer
 from rollbook.run.resources.automatic import precision_of
 from rollbook.run.resources.machine import this_machine
-from rollbook.trainer.model_config import ModelConfig
+from rollbook.trainer.model_config import ModelConfig, missing_model
 
 DRAIN_S = 30.0
 """After the first signal, running requests may finish within this time. A second signal stops at once."""
@@ -77,6 +77,8 @@ def model_directory(model: str | None, config: InferenceConfig) -> Path | None:
             raise RunError("--model is required: a Hugging Face directory, or the name of a model on the hub")
         return None
     if (path := Path(model)).is_dir():
+        if config.engine != "scripted" and (missing := missing_model(path)) is not None:
+            raise RunError(f"--model: {missing}")
         return path.resolve()
     prepare = load_on_demand("rollbook.trainer.model.model_directory:prepare_model_directory")
     settings = ModelConfig(path=model)

@@ -81,6 +81,10 @@ class Judge:
         self._asked: dict[str, asyncio.Task[Judgement]] = {}
         self._headers = {} if settings.api_key_env is None else _key_header(settings)
 
+    @property
+    def model(self) -> str:
+        return self._settings.model
+
     async def score(self, case: RewardCase) -> tuple[Judgement | str, JudgeUsage]:
         """The answer, or why there is none; and what it cost."""
         return await self._answer(question_about(case, self._template, self._settings))
@@ -256,9 +260,13 @@ class JudgePanel:
         ]
 
     def _voted(self, answers: Sequence[Judgement | str], usage: JudgeUsage, *, seconds: float) -> Score:
-        causes = [answer for answer in answers if isinstance(answer, str)]
-        given = [answer for answer in answers if not isinstance(answer, str)]
-        notes = [JudgeNote(model=answer.model, score=answer.score, text=answer.text) for answer in given]
+        notes = [
+            JudgeNote(model=judge.model, score=None, text=answer)
+            if isinstance(answer, str)
+            else JudgeNote(model=answer.model, score=answer.score, text=answer.text)
+            for judge, answer in zip(self._judges, answers, strict=True)
+        ]
+        causes = [note.text for note in notes if note.score is None]
         scores = [note.score for note in notes if note.score is not None]
         # Half of the judges could be the half that is wrong.
         is_enough = 2 * len(scores) > len(self._judges)
@@ -266,7 +274,8 @@ class JudgePanel:
             value=vote(scores, kind=self._function.vote) if is_enough else None,
             cause=None if is_enough else "; ".join(causes),
             seconds=seconds,
-            notes=tuple(notes),
+            # The cause says it already, if there is one.
+            notes=tuple(note for note in notes if is_enough or note.score is not None),
             usage=usage,
         )
 

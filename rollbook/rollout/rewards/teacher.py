@@ -178,7 +178,8 @@ class Teacher:
         if self._context is None:
             return []
         notes = sample.facts.get(JUDGES_FACT, {})
-        feedback = [str(note.get("text", "")) for judged in notes.values() for note in judged]
+        said = [note for judged in notes.values() for note in judged if note.get("score") is not None]
+        feedback = [str(note.get("text", "")) for note in said]
         known = {name: _text(value) for name, value in row.items()}
         known |= {"feedback": "\n".join(filter(None, feedback)), "reward": f"{sample.reward:g}"}
         try:

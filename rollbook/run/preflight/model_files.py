@@ -11,7 +11,7 @@ from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.directory import model_directory
 from rollbook.run.resources.model_facts import HUB_S, INDEX, MAX_HEADER_BYTES, text_config
 from rollbook.trainer.model.built_tokenizer import fast_tokenizer
-from rollbook.trainer.model_config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig
+from rollbook.trainer.model_config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig, missing_model
 
 PAD, BOS, EOS, UNK = SPECIAL_TOKENS
 
@@ -52,8 +52,8 @@ def model_faults(config: ModelConfig, source_dir: Path) -> Iterator[str]:
     if directory is None:
         yield from _hub_faults(config.path, source_dir)
         return
-    if not (directory / "config.json").is_file():
-        yield f"{directory} has no config.json; a model directory has config.json, *.safetensors and tokenizer.json"
+    if (missing := missing_model(directory)) is not None:
+        yield missing
         return
     try:
         json.loads((directory / "config.json").read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from rollbook.contracts.errors import RunError
 from rollbook.trainer.files.atomic_files import sync_directory, sync_tree, writing
 from rollbook.trainer.model.built_tokenizer import fast_tokenizer
-from rollbook.trainer.model_config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig
+from rollbook.trainer.model_config import SPECIAL_TOKENS, ModelBuildConfig, ModelConfig, missing_model
 
 BUILD_FILE = "rollbook_build.json"
 """The settings a directory was built from. It is part of the atomic write, so its presence means the directory is complete."""
@@ -98,6 +98,8 @@ def build_model(build: ModelBuildConfig, *, seed: int) -> Any:
 
 def _existing(path: str) -> Path:
     if Path(path).is_dir():
+        if (missing := missing_model(Path(path))) is not None:
+            raise RunError(f"model.path: {missing}")
         return Path(path)
     try:
         return Path(snapshot_download(path))

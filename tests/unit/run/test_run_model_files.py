@@ -1,6 +1,7 @@
 """A look at a model directory without loading it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from rollbook.commands.servers.policy import model_directory
+from rollbook.contracts.errors import RunError
+from rollbook.inference.config import InferenceConfig
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
 from rollbook.run.preflight.model_files import built_tokenizer, context_length, model_faults
-from rollbook.trainer.model.model_directory import build_tokenizer
+from rollbook.trainer.model.model_directory import build_tokenizer, prepare_model_directory
 from rollbook.trainer.model_config import ModelBuildConfig, ModelConfig
 
 BUILDS = (
@@ -58,6 +62,25 @@ def test_a_missing_directory_suggests_a_similar_one(model: Path) -> None:
     (fault,) = faults(model, "./modle")
     assert "there is no directory" in fault
     assert "did you mean 'model'?" in fault
+
+
+def test_the_directory_of_a_run_is_refused_with_the_path_of_its_newest_model(model: Path) -> None:
+    run = model.parent / "run"
+    for step in ("step-000002", "step-000010"):
+        shutil.copytree(model, run / "checkpoints" / step / "model")
+    shutil.copytree(model, run / "model")
+    newest = run / "checkpoints" / "step-000010"
+    for path in (run, newest):
+        (fault,) = faults(path, str(path))
+        assert fault == f"{path} is no model, but contains one: use {newest / 'model'}"
+        with pytest.raises(RunError, match=f"model.path: .*use {newest / 'model'}"):
+            prepare_model_directory(ModelConfig(path=str(path)), path / "unused", seed=0)
+        with pytest.raises(RunError, match=f"--model: .*use {newest / 'model'}"):
+            model_directory(str(path), InferenceConfig())
+    (fault,) = faults(run, str(model.parent))
+    assert fault == f"{model.parent} is no model, but contains one: use {model}"
+    (fault,) = faults(run, str(run / "checkpoints"))
+    assert "has no config.json; a model directory has" in fault
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.tokenizer)
