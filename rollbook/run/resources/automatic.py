@@ -382,12 +382,13 @@ class _Draft:
             self.notes.append(f"base: each process loads its own, because {reason}")
 
     def choose_mps(self, machine: Machine) -> None:
-        """A server of the run, where trainer and policy servers share a GPU. An optional one is left out where it cannot be used; a
-        note says why if this machine is the reason."""
+        """A server of the run, where the trainer of adapters and policy servers share a GPU: with all weights, the kernels of the
+        policy server waited for those of the trainer (decision 0061). An optional one is left out where it cannot be used; a note
+        says why if this machine is the reason."""
         config, sizes = self.config, sizes_of(self.config, machine)
         policies = {number for group in sizes.policy_gpus for number in group}
-        is_embedded = sizes.engine == "embedded"  # kills of other engines were not tried
-        if is_embedded and config.trainer.device == "cuda" and policies & set(sizes.trainer_gpus):
+        is_measured = sizes.engine == "embedded" and config.trainer.lora is not None
+        if is_measured and config.trainer.device == "cuda" and policies & set(sizes.trainer_gpus):
             self.choose("resources.mps", OPTIONAL_MPS)
         if self.config.resources.mps != OPTIONAL_MPS:
             return

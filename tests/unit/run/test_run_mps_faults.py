@@ -35,6 +35,9 @@ def _one_program_and_no_other_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("rollbook.commands.checks.doctor._run", lambda code: (0, "1.0"))
 
 
+LORA = "trainer.lora.rank=16"
+
+
 def resolved(file: Path, *overrides: str, machine: Machine = WITH_GPU, recorded: RunConfig | None = None) -> Resolution:
     return resolve(load_config(file, overrides), machine, recorded=recorded)
 
@@ -56,7 +59,7 @@ def test_a_run_on_one_gpu_may_have_a_server_which_the_table_and_the_plan_show(tm
         line == f"mps: a server of this run ({tmp_path}/bin/{mps.PROGRAM}), for trainer, policy servers and shared base"
     )
     assert found.plan is not None
-    assert found.plan.by_process(gpu(0))["mps"] == 700_000_000
+    assert found.plan.by_process(gpu(0))["mps"] == 100_000_000
     without = resolved(file, "resources.mps=false")
     assert mps_texts(without) == []
     assert without.plan is not None
@@ -129,14 +132,16 @@ def test_a_server_of_another_program_is_named_with_what_happens(
     assert "elsewhere" in doctor.found
 
 
-def test_trainer_and_policy_server_of_one_gpu_get_an_optional_server_which_a_resumed_run_keeps(tmp_path: Path) -> None:
+def test_a_trainer_of_adapters_and_a_policy_server_get_an_optional_server_which_a_resumed_run_keeps(
+    tmp_path: Path,
+) -> None:
     file = project(tmp_path, "1.5b")
-    found = resolved(file)
+    found = resolved(file, LORA)
     assert found.faults() == []
     assert found.chosen["resources.mps"] == "optional"
     assert [line.partition(" (")[0] for line in mps_texts(found)] == ["mps: a server of this run"]
     assert found.plan is not None
-    assert found.plan.by_process(gpu(0))["mps"] == 700_000_000
+    assert found.plan.by_process(gpu(0))["mps"] == 100_000_000
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     directory.write_manifest(name="run", source_dir=file.parent)
@@ -144,7 +149,7 @@ def test_trainer_and_policy_server_of_one_gpu_get_an_optional_server_which_a_res
 
     def resumed(source: Path, *overrides: str) -> object:
         recorded = load_resolved_config(directory).config
-        loaded, _ = resolve_run(source, directory.path, overrides)
+        loaded, _ = resolve_run(source, directory.path, (LORA, *overrides))
         return resolve(loaded, WITH_GPU, recorded=recorded).loaded.config.resources.mps
 
     assert [resumed(source) for source in (file, directory.path)] == ["optional", "optional"]
@@ -159,18 +164,25 @@ def test_trainer_and_policy_server_of_one_gpu_get_an_optional_server_which_a_res
 @pytest.mark.parametrize(
     ("overrides", "machine"),
     [
-        ((), Machine(cores=4)),
-        (("trainer.device=cuda", "inference.device=cuda"), Machine(cores=4)),
-        (("inference.device=cpu",), WITH_GPU),
-        (("trainer.device=cpu", "inference.replicas=2"), WITH_GPU),
-        ((), Machine(gpus=GPUS[:2], cores=16, memory_bytes=128 * GB)),
-        (("cluster.allow_join=true",), WITH_GPU),
-        (("inference.urls=['http://10.0.0.1:8000']",), WITH_GPU),
-        (("inference.engine=vllm", "inference.vllm.python='/usr/bin/python3'"), WITH_GPU),
-        (("resources.mps=false",), WITH_GPU),
+        ((LORA,), Machine(cores=4)),
+        ((LORA, "trainer.device=cuda", "inference.device=cuda"), Machine(cores=4)),
+        ((LORA, "inference.device=cpu"), WITH_GPU),
+        ((), WITH_GPU),
+        ((LORA, "trainer.device=cpu", "inference.replicas=2"), WITH_GPU),
+        ((LORA,), Machine(gpus=GPUS[:2], cores=16, memory_bytes=128 * GB)),
+        ((LORA, "cluster.allow_join=true"), WITH_GPU),
+        ((LORA, "inference.urls=['http://10.0.0.1:8000']"), WITH_GPU),
+        ((LORA, "inference.engine=vllm", "inference.vllm.python='/usr/bin/python3'"), WITH_GPU),
+        (
+            (
+                LORA,
+                "resources.mps=false",
+            ),
+            WITH_GPU,
+        ),
     ],
 )
-def test_without_a_trainer_and_an_embedded_policy_server_on_one_gpu_there_is_no_server_and_nothing_is_said(
+def test_without_a_trainer_of_adapters_and_an_embedded_policy_server_on_one_gpu_there_is_no_server_and_nothing_is_said(
     tmp_path: Path, overrides: tuple[str, ...], machine: Machine
 ) -> None:
     found = resolved(project(tmp_path, "1.5b"), *overrides, machine=machine)
@@ -184,11 +196,11 @@ def test_an_optional_server_is_left_out_where_it_cannot_be_used_also_in_a_resume
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     file = project(tmp_path, "1.5b")
-    recorded = resolved(file).loaded.config
+    recorded = resolved(file, LORA).loaded.config
     with monkeypatch.context() as changed:
         changed.setenv("PATH", str(tmp_path / "empty"))
         for earlier in (None, recorded):
-            found = resolved(file, f"resources.mps={setting}", recorded=earlier)
+            found = resolved(file, LORA, f"resources.mps={setting}", recorded=earlier)
             assert found.loaded.config.resources.mps is False
             (line,) = mps_texts(found)
             assert line.startswith(
@@ -197,10 +209,10 @@ def test_an_optional_server_is_left_out_where_it_cannot_be_used_also_in_a_resume
             assert "Install it" in line
     with monkeypatch.context() as changed:
         changed.setattr(tempfile, "tempdir", f"/tmp/{'long' * 20}")
-        (line,) = mps_texts(resolved(file, f"resources.mps={setting}"))
+        (line,) = mps_texts(resolved(file, LORA, f"resources.mps={setting}"))
         assert "Set TMPDIR to a shorter directory" in line
     monkeypatch.setenv(mps.PIPES, str(tmp_path / "elsewhere"))
-    found = resolved(file, f"resources.mps={setting}")
+    found = resolved(file, LORA, f"resources.mps={setting}")
     assert found.loaded.config.resources.mps is False
     (line,) = mps_texts(found)
     assert "an MPS server of another program is configured" in line
@@ -208,17 +220,17 @@ def test_an_optional_server_is_left_out_where_it_cannot_be_used_also_in_a_resume
 
 def test_a_gpu_that_is_full_without_the_server_gets_none(tmp_path: Path) -> None:
     file = project(tmp_path, "1.5b")
-    needed = resolved(file, "run.gpu_memory_gb=1", "resources.mps=false").plan
+    needed = resolved(file, LORA, "run.gpu_memory_gb=1", "resources.mps=false").plan
     assert needed is not None
     # The smallest plan, the part that stays free, and half of the context of a server.
-    limit = (needed.total(gpu(0)) / GB + 0.35) / 0.96
-    found = resolved(file, f"run.gpu_memory_gb={limit}")
+    limit = (needed.total(gpu(0)) / GB + 0.05) / 0.96
+    found = resolved(file, LORA, f"run.gpu_memory_gb={limit}")
     assert found.faults() == []
     assert found.loaded.config.resources.mps is False
     assert mps_texts(found) == [
         "mps: off (trainer and policy servers take turns on the GPU), because the GPU has no memory for its server"
     ]
-    assert required(file, f"run.gpu_memory_gb={limit}").faults() != []
+    assert required(file, LORA, f"run.gpu_memory_gb={limit}").faults() != []
 
 
 @pytest.mark.parametrize(
