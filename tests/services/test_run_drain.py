@@ -16,6 +16,7 @@ from rollbook.run.actions import act
 from rollbook.run.config.run import RunConfig
 from rollbook.run.directory import RunDirectory
 from rollbook.run.supervision import drain
+from rollbook.run.supervision import supervisor as supervisor_module
 from rollbook.run.supervision.supervisor import RunEnd, Supervisor
 from tests.parts.run.scripted_run import MODULES, make_ready, pids, prepared, supervised, until
 
@@ -135,6 +136,27 @@ async def test_the_message_of_an_interrupted_run_is_not_that_of_an_earlier_train
         supervisor.interrupt()
         outcome = await running
     assert (outcome.end, outcome.message) == (RunEnd.INTERRUPTED, "stopped at once")
+
+
+async def test_a_run_that_is_stopped_at_once_starts_nothing_again(
+    config: RunConfig, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ends_slowly(*args: object, **options: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.5)
+
+    monkeypatch.setattr(supervisor_module, "until_drained", ends_slowly)
+    make_ready(directory, "policy", "rollout", "trainer")
+    said: list[str] = []
+    async with supervised(config, directory, said.append) as (supervisor, running):
+        for process in supervisor.processes:
+            await process.ready.wait()
+        supervisor.interrupt()
+        supervisor.interrupt()
+        await running
+    assert not [text for text in said if "started again" in text]
 
 
 async def test_an_interrupt_stops_the_preparation_of_the_model(config: RunConfig, directory: RunDirectory) -> None:

@@ -486,6 +486,7 @@ class Supervisor:
             self._say(f"stopping: the {last.name} finishes its work (Ctrl-C again stops at once)")
             last.request_stop()
         else:
+            self._stopping.set()  # what is killed here is not started again
             self._over.set()
             for process in (*self.processes, *([] if self._once is None else [self._once])):
                 process.kill()
