@@ -368,6 +368,16 @@ def test_config_check_reports_a_module_that_does_not_exist_once(tmp_path: Path) 
     assert "no module 'mien'" in fault.message
 
 
+def test_config_check_reports_a_tool_that_is_no_python_once(tmp_path: Path) -> None:
+    tools = "[rollout]\nfunction = 'tools'\nsettings = { tools = ['tool:call'] }\n"
+    (tmp_path / "tool.py").write_text("def call(", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        check_command(write(Mistake(config=("[rollout]\n", tools), expected=()), tmp_path))
+    (fault,) = caught.value.faults
+    assert fault.path == "rollout.settings.tools"
+    assert "tool.py cannot be read as Python: SyntaxError" in fault.message
+
+
 def test_config_check_of_a_run_directory_checks_what_a_resume_would_use(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,8 +20,8 @@ from rollbook.commands.arguments import Argument, AsJson, Option, Overrides
 from rollbook.commands.checks.findings import LABELS, DoctorFinding, Verdict, finding_lines
 from rollbook.commands.checks.sandboxes import agent_findings, run_findings, sandbox_findings
 from rollbook.commands.output import EXIT_FAILED, result, result_json
-from rollbook.contracts.plugin import EXTRAS, install_command, load_on_demand, require_libraries
-from rollbook.run.config.run import located, read_table
+from rollbook.contracts.plugin import EXTRAS, MissingExtraError, install_command, load_on_demand, require_libraries
+from rollbook.run.config.run import ConfigFault, located, read_table
 from rollbook.run.config.sft import load_sft_config
 from rollbook.run.config.source import load_source
 from rollbook.run.directory import MIN_FREE_BYTES, RunDirectory
@@ -364,7 +365,13 @@ def print_plan(config: Path, overrides: Sequence[str], *, directory: Path, as_js
         run = load_source(config, overrides)
         found = resolve(run, this_machine(), disk_bytes=free_disk_bytes(directory.resolve()))
         findings = run_findings(run.config)
-    faults = located(found.faults(), file, overrides)
+    missing = found.faults()
+    if found.plan is None:
+        with suppress(MissingExtraError):  # the other checks need no library
+            model_faults = load_on_demand("rollbook.run.preflight.model_files:model_faults")
+            texts = model_faults(found.loaded.config.model, found.loaded.source_dir)
+            missing += [ConfigFault("model.path", text) for text in texts]
+    faults = located(missing, file, overrides)
     exit_code = EXIT_FAILED if faults or _is_broken(findings) else 0
     if as_json:
         parts = [] if found.plan is None else [asdict(part) for part in found.plan.parts]
@@ -381,12 +388,11 @@ def print_plan(config: Path, overrides: Sequence[str], *, directory: Path, as_js
         return exit_code
     for line in [*found.lines(), *plan_lines(found)]:
         result(line)
-    is_without_gpu = isinstance(found, SftResolution) and bool(found.missing)
-    if found.plan is None and not is_without_gpu:
+    if not faults and found.plan is None:
         result(
             "no memory plan: `rollbook sft` has one on GPUs only"
             if isinstance(found, SftResolution) and found.loaded.config.trainer.device == "cpu"
-            else "no memory plan: the model is not on this machine, or its config.json has unknown fields"
+            else "no memory plan: the model is not downloaded yet, or its config.json has unknown fields"
         )
     elif not faults:
         result("it fits on this machine" if isinstance(found, SftResolution) else "the run fits on this machine")

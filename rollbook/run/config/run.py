@@ -42,7 +42,7 @@ from rollbook.run.config.resolved_settings import (
     resolved_turn_credit,
 )
 from rollbook.run.config.suggestions import plain_message
-from rollbook.run.config.toml_lines import key_lines, line_of
+from rollbook.run.config.toml_lines import broken_line, key_lines, line_of
 from rollbook.run.config.user_files import missing_files
 from rollbook.run.config.verifiers import missing_interpreter, with_verifiers
 from rollbook.run.directory import RunDirectory, files_meant
@@ -295,6 +295,8 @@ def located(faults: Sequence[ConfigFault], file: Path | None, overrides: Sequenc
         if any(setting == one or setting.startswith(f"{one}.") for one in changed):
             return "--set"
         line = line_of(setting, lines)
+        if line is None and any(one.startswith(f"{setting}.") for one in changed):
+            return "--set"
         return "" if line is None else f"{file}:{line}"
 
     return [dataclasses.replace(fault, place=place(fault.path)) for fault in faults]
@@ -341,7 +343,9 @@ def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], li
             text = f"{path.absolute()} is a directory{files_meant(path)}"
         raise ConfigError(str(path), [ConfigFault("file", text)]) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), [ConfigFault("file", f"is not TOML: {error}")]) from error
+        line, advice = (None, "") if isinstance(error, UnicodeDecodeError) else broken_line(path, error)
+        fault = ConfigFault("file", f"is not TOML: {error}{advice}", "" if line is None else f"{path}:{line}")
+        raise ConfigError(str(path), [fault]) from error
     return table, [fault for text in overrides if (fault := override_table(table, text)) is not None]
 
 

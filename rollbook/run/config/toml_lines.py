@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 _KEY = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\]|\\.)*"|'[^']*')"""
@@ -33,6 +34,16 @@ def key_lines(text: str) -> dict[str, int]:
                     with suppress(tomllib.TOMLDecodeError):  # a text that looks like a key
                         _add(lines, (*path, *_parts(inline[1])), number)
     return lines
+
+
+def broken_line(file: Path, error: tomllib.TOMLDecodeError) -> tuple[int | None, str]:
+    """The number of the line that is no TOML, and its text for the end of the message. None: the file ends too early."""
+    found = re.search(r"at line (\d+)", str(error))
+    if found is None:
+        return None, ""
+    text = file.read_text(encoding="utf-8").split("\n")[int(found[1]) - 1].strip()
+    has_value = "Invalid value" in str(error) and not text.endswith("=")
+    return int(found[1]), f": {text}" + ("; a string needs quotes" if has_value else "")
 
 
 def line_of(path: str, lines: dict[str, int]) -> int | None:

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pickle
+import re
 import sys
 import traceback
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -466,10 +467,10 @@ def times_below_tests(rollout: RolloutConfig, tasks: Sequence[Task]) -> Iterator
 
 def _setting_of(message: str) -> tuple[str, str]:
     """The setting that an error message begins with, and the rest of the message."""
-    for path in ("rollout.function", "rollout.settings", "env.name", "env.args"):
-        if message.startswith(path):
-            rest = message.removeprefix(path)
-            return path, rest.removeprefix(":").removeprefix(" =").strip()
+    first = re.match(r"[\w.]+", message)
+    path = "" if first is None else first[0].rstrip(".")
+    if path.startswith(("rollout.function", "rollout.settings", "env.name", "env.args")):
+        return path, message.removeprefix(path).removeprefix(":").removeprefix(" =").strip()
     return "rollout.function", message
 
 

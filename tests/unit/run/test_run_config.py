@@ -106,6 +106,13 @@ learning_rate = 1e-3
 
 def test_a_missing_or_invalid_file_is_one_fault(tmp_path: Path) -> None:
     assert "is not TOML" in faults_of(tmp_path, "[run")["file"]
+    file = write_config(tmp_path, GOOD.replace('"chat"', "chat"))
+    message = (
+        f"{file}:10: file: is not TOML: Invalid value (at line 10, column 12): function = chat; a string needs quotes"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert [str(fault) for fault in caught.value.faults] == [message]
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "nowhere.toml")
 

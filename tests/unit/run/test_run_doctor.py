@@ -1,15 +1,18 @@
 """What `rollbook doctor` concludes from the facts of a machine."""
 
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from rollbook.commands.checks.doctor import NodeFacts, examine, node_findings
+from rollbook.commands.checks.doctor import NodeFacts, examine, node_findings, print_plan
 from rollbook.commands.checks.findings import Verdict
 from rollbook.commands.checks.sandboxes import agent_findings, run_findings, sandbox_findings
+from rollbook.commands.output import EXIT_FAILED
 from rollbook.run.config.run import RunConfig
+from tests.parts.run.projects import project
 from tests.parts.sandbox.bubblewrap import require_bubblewrap
 
 OURS = {"python": "3.11.7", "torch": "2.13.0"}
@@ -142,3 +145,14 @@ def test_a_run_of_a_command_needs_the_sandbox_in_which_it_runs(settings: dict[st
         "rollout": {"function": "agent", "settings": {"command": ["my-agent"], **settings}},
     }
     assert [finding.name for finding in run_findings(RunConfig.model_validate(config))] == names
+
+
+def test_a_model_directory_that_is_empty_is_a_fault_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = project(tmp_path, "135m")
+    (tmp_path / "135m" / "config.json").unlink()
+    assert print_plan(file, (), directory=tmp_path, as_json=False) == EXIT_FAILED
+    printed = capsys.readouterr().out
+    assert re.search(rf"BROKEN {file}:\d+: model\.path: .*/135m has no config\.json; a model directory has", printed)
+    assert "no memory plan" not in printed
