@@ -178,15 +178,16 @@ class RunDirectory:
             return RunDirectoryError(f"{self.path} is not a run directory: it is an output directory of `rollbook sft`")
         if self.path.exists():
             text = f"{self.path} is not a run directory: {problem if self.path.is_dir() else 'it is a file'}"
-            if files := files_meant(self.path):
-                return RunDirectoryError(f"{text}{files}")
+            text += files_meant(self.path)
         else:
             text = f"{self.path} does not exist"
         folder = self.path if self.path.is_dir() else self.path.parent
-        runs = sorted(folder.glob("*/run.json"), key=lambda file: -file.parent.stat().st_mtime)[:MAX_LISTED]
-        if not runs:
+        found = [file.parent for pattern in ("*/run.json", "runs/*/run.json") for file in folder.glob(pattern)]
+        newest = sorted(found, key=lambda run: -run.stat().st_mtime)[:MAX_LISTED]
+        if not newest:
             return RunDirectoryError(text)
-        return RunDirectoryError(f"{text}. The newest runs in {folder}: {', '.join(file.parent.name for file in runs)}")
+        names = ", ".join(str(run.relative_to(folder)) for run in newest)
+        return RunDirectoryError(f"{text}{'' if text.endswith('?') else '.'} The newest runs in {folder}: {names}")
 
     def record_settings(self, section: str, values: Mapping[str, Any]) -> None:
         """Change settings of the resolved configuration that were found out when the run began. Processes that start later, also in

@@ -23,7 +23,7 @@ def test_a_run_is_predicted_from_its_own_trace(tmp_path: Path) -> None:
     config = str(tmp_path / "run.toml")
 
     # As the end of the run advises.
-    done = simulate(str(run.directory), "--trace", str(run.directory), "--json")
+    done = simulate(str(run.directory), "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["prediction"]["steps_per_s"] > 0

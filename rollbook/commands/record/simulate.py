@@ -167,13 +167,14 @@ def simulate_command(
         Path, Argument(metavar="RUN.toml", help="The configuration to predict; a run directory: its own.")
     ],
     trace: Annotated[
-        list[Path],
+        list[Path] | None,
         Option(
             "--trace",
             metavar="RUN",
-            help="Directory of a finished or running run: durations are measured there. Repeat it to cover more sizes.",
+            help="Directory of a finished or running run: durations are measured there. Repeat it to cover more sizes. "
+            "Default: the run directory whose configuration is predicted.",
         ),
-    ],
+    ] = None,
     *,
     override: Overrides = None,
     sweep: Annotated[
@@ -203,7 +204,7 @@ def simulate_command(
     with console.status("") as shown:
         report = simulate(
             config,
-            trace,
+            trace or ([config] if config.is_dir() else []),
             overrides=override or (),
             cores=cores,
             seed=seed,

@@ -165,7 +165,7 @@ def _lines(report: TrainReport) -> list[tuple[str, str]]:
         lines.append(
             (
                 "faster",
-                escape(f"rollbook simulate {path} --trace {path} (recommends sizes, batch policy)"),
+                escape(f"rollbook simulate {path} (recommends sizes, batch policy)"),
             )
         )
     lines += [("problem", f"[yellow]{escape(problem)}[/]") for problem in (*figures.problems, *report.outcome.problems)]

@@ -84,6 +84,12 @@ def test_a_path_without_a_run_is_reported_with_the_runs_near_it(tmp_path: Path) 
         audit(tmp_path / "runs" / "first")
     with pytest.raises(RunDirectoryError, match=rf"runs is not a run directory: .*{near}"):
         read_source(tmp_path / "runs")
+    (tmp_path / "run.toml").touch()
+    near = rf" The newest runs in {tmp_path}: runs/third, runs/second$"
+    with pytest.raises(RunDirectoryError, match=rf"run\.toml is not a run directory: it is a file\.{near}"):
+        audit(tmp_path / "run.toml")
+    with pytest.raises(RunDirectoryError, match=rf"Is {tmp_path}/run\.toml meant\?{near}"):
+        audit(tmp_path)
 
 
 def test_a_new_run_is_readable_by_its_owner_only(tmp_path: Path) -> None:

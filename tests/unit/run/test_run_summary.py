@@ -139,7 +139,7 @@ def test_shares_and_deaths_are_part_of_the_summary(tmp_path: Path) -> None:
 
 def test_a_run_whose_trainer_waited_names_the_command_that_recommends_settings(tmp_path: Path) -> None:
     write_run(tmp_path, steps=3)
-    command = f"rollbook simulate {tmp_path} --trace {tmp_path}"
+    command = f"rollbook simulate {tmp_path} "
     busy = report(tmp_path)
     waiting = replace(busy, summary=replace(busy.summary, trainer_utilisation=0.4))
     assert command in waiting.verdict
