@@ -201,6 +201,39 @@ async def test_codex_with_a_sub_agent_and_a_compaction_is_one_sample_with_its_li
     assert sample.messages[-1]["content"] == "Done after the summary."
 
 
+def claude_code_with_a_sub_agent_and_a_compaction(prompt: str) -> str:
+    """As with Codex. The summary is quoted without its tags and with other white space."""
+    last = prompt.rpartition("<|im_start|>user\n")[2]
+    if last.startswith("CRITICAL: Respond with TEXT ONLY"):
+        return (
+            "<analysis>long</analysis>\n<summary>Notes were counted,\n\n\nthe file is not written.</summary><|im_end|>"
+        )
+    if "This session is being continued" in prompt:
+        return "Done after the summary.<|im_end|>" if "printf rollbook" in prompt else CALLS["claude-code"]
+    if "Write the word rollbook" not in prompt:
+        return "There are two notes about the word.<|im_end|>"
+    if "two notes about the word" not in prompt:
+        task = {"description": "count", "prompt": "Count the notes, please.", "subagent_type": "general-purpose"}
+        return call("Agent", task)
+    return call("Bash", {"command": "head -c 9000 /dev/zero | tr '\\0' 'x'", "description": "print"})
+
+
+@needs("claude-code")
+async def test_claude_code_compacts_within_the_limit_of_the_run_and_its_sub_agent_is_left_out(tmp_path: Path) -> None:
+    limits = replace(LONG, max_total_tokens=95_000)
+    sample, record = await play(
+        tmp_path, "claude-code", claude_code_with_a_sub_agent_and_a_compaction, limits, train_only="main"
+    )
+    assert sample.reward == 1.0, sample.facts
+    lineage = sample.facts["lineage"]
+    assert [entry["role"] for entry in lineage[:2]] == ["main", "subagent"]
+    assert {entry["role"] for entry in lineage[2:]} == {"compaction"}, lineage
+    assert [entry["sequence"] for entry in lineage if "left_out" in entry] == [1]
+    assert_matches_engine(sample, record, untrained={1})
+    assert sample.messages is not None
+    assert sample.messages[-1]["content"] == "Done after the summary."
+
+
 @needs("pi")
 @pytest.mark.parametrize("sandbox", ["none", pytest.param("bubblewrap", marks=CONFINED)])
 async def test_an_agent_that_does_not_end_is_ended_with_all_its_processes_and_scored(

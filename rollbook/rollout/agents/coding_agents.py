@@ -123,6 +123,9 @@ def _claude_code(place: Place) -> Launch:
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CONFIG_DIR": f"{place.home}/.claude",
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(place.reply_tokens),
+            # The second alone is never below 100,000, and the first alone is not read.
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(place.context_tokens),
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(place.context_tokens),
         },
     )
 

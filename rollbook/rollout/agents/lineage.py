@@ -6,10 +6,12 @@ it follows from the texts: a summary that the policy wrote and that starts a new
 """
 
 import hashlib
+import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollbook.contracts.decoding import load_json
 from rollbook.rollout.agents.tool_calls import ParsedText
@@ -17,6 +19,7 @@ from rollbook.rollout.contract import Message
 
 LINEAGE_FACT = "lineage"
 """Fact of a sample: how each of its sequences began."""
+TAG = re.compile(r"</?[A-Za-z_][\w-]{0,40}>")
 MIN_QUOTED_CHARS = 12
 """A shorter text occurs in other conversations by chance."""
 
@@ -40,6 +43,15 @@ class SequenceRole(StrEnum):
 
 CONTINUES = frozenset({SequenceRole.COMPACTION, SequenceRole.REWRITE, SequenceRole.RETRY, SequenceRole.TURN})
 """Roles of sequences that belong to the same agent as their parent."""
+
+
+class _Quote(NamedTuple):
+    """What the policy wrote, and another conversation may begin with: a reply, which may be a summary, or a text that it passed to a
+    tool, which may be the task of a sub-agent."""
+
+    sequence: int
+    words: str
+    is_reply: bool
 
 
 class TrainOnly(StrEnum):
@@ -71,6 +83,9 @@ class Branch:
     agent: str | None
     has_tools: bool
     first_user: str
+    head: str
+    """The words before the first reply."""
+    num_turns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +132,7 @@ class Lineage:
         self._branches: list[Branch] = []
         self._prompts: dict[bytes, int] = {}
         """Sequence by digest of the prompt's text."""
-        self._replies: list[tuple[int, str]] = []
-        """Sequence and text of replies without calls: one of them may be a summary."""
-        self._passed: list[tuple[int, str]] = []
-        """Sequence and texts in the arguments of calls: one of them may be the task of a sub-agent."""
+        self._written: list[_Quote] = []
 
     def add(
         self,
@@ -143,21 +155,29 @@ class Lineage:
                 agent=origin.agent,
                 has_tools=has_tools,
                 first_user=users[0].strip() if users else "",
+                head=_head(messages),
             )
             if self._branches:
-                self._classify(new, origin, messages, prompt, is_continued=is_continued)
+                self._classify(new, origin, prompt, is_continued=is_continued)
             self._branches.append(new)
+        self._branches[sequence].num_turns += 1
         self._prompts[prompt] = sequence
-        if not reply.calls:
-            self._replies.append((sequence, reply.content.strip()))
-        for call in reply.calls:
-            self._passed += [(sequence, text) for text in _texts(call.arguments)]
+        said = [] if reply.calls else _parts(reply.content)
+        passed = [text for call in reply.calls for text in _texts(call.arguments)]
+        for text, is_reply in (*((text, True) for text in said), *((text, False) for text in passed)):
+            words = _words(text)
+            # What repeats the task is in every conversation about it.
+            if len(words) >= MIN_QUOTED_CHARS and not any(words in branch.head for branch in self._branches):
+                self._written.append(_Quote(sequence, words, is_reply))
 
-    def _classify(
-        self, new: Branch, origin: RequestOrigin, messages: Sequence[Message], prompt: bytes, *, is_continued: bool
-    ) -> None:
-        given = [message["content"] for message in messages if message["role"] != "assistant"]
+    def _classify(self, new: Branch, origin: RequestOrigin, prompt: bytes, *, is_continued: bool) -> None:
         same = self._last(lambda branch: branch.agent == origin.agent) if origin.agent is not None else None
+        # A task may quote an answer, and a summary what was passed to a tool: the longest text is the whole. An agent with a new id
+        # continues no other, and one without tools none that has some.
+        is_agent = new.has_tools or not any(branch.has_tools for branch in self._branches)
+        may_continue = is_agent and (origin.agent is None or same is not None)
+        found = (one for one in self._written if one.words in new.head and (may_continue or not one.is_reply))
+        quoted = max(found, key=lambda one: len(one.words), default=None)
         if prompt in self._prompts:
             new.role, new.parent = SequenceRole.RETRY, self._prompts[prompt]
         elif origin.role is not None:
@@ -166,21 +186,23 @@ class Lineage:
                 new.parent = self._last(lambda branch: branch.agent == origin.parent)
             elif origin.role is SequenceRole.SUBAGENT:
                 new.role = SequenceRole.REWRITE
-        elif (quoted := _quoted(self._replies, given)) is not None:
-            self._continue_from_summary(new, quoted)
+        elif quoted is not None and quoted.is_reply:
+            self._continue_from_summary(new, quoted.sequence)
         elif same is not None:
             new.role, new.parent = SequenceRole.TURN if is_continued else SequenceRole.REWRITE, same
-        elif (caller := _quoted(self._passed, given)) is not None:
-            new.role, new.parent = SequenceRole.SUBAGENT, caller
         elif (before := self._last(lambda branch: _is_same_task(branch, new))) is not None:
             new.role, new.parent = SequenceRole.TURN if is_continued else SequenceRole.REWRITE, before
+        elif quoted is not None:
+            new.role, new.parent = SequenceRole.SUBAGENT, quoted.sequence
 
     def _continue_from_summary(self, new: Branch, summary: int) -> None:
-        """The conversation that was summarised is the parent of both the request for the summary and the new conversation."""
+        """A request for the summary that is a sequence of its own is part of the compaction."""
         source = self._branches[summary]
         if source.role is None and not source.has_tools and new.has_tools:
             source.role = SequenceRole.COMPACTION
             source.parent = self._last(lambda branch: branch.has_tools, below=summary)
+        elif source.role in (SequenceRole.TURN, SequenceRole.REWRITE) and source.num_turns == 1:
+            source.role = SequenceRole.COMPACTION
         new.role, new.parent = SequenceRole.COMPACTION, summary
 
     def _last(self, matches: Callable[[Branch], bool], *, below: int | None = None) -> int | None:
@@ -214,15 +236,22 @@ def _reason(owner: SequenceRole, train_only: TrainOnly) -> str | None:
 
 
 def _is_same_task(branch: Branch, new: Branch) -> bool:
-    return branch.has_tools == new.has_tools and branch.first_user == new.first_user
+    return (branch.agent, branch.has_tools, branch.first_user) == (new.agent, new.has_tools, new.first_user)
 
 
-def _quoted(written: Sequence[tuple[int, str]], given: Sequence[str]) -> int | None:
-    """The sequence of the last text that the policy wrote and that one of the given texts contains."""
-    return next(
-        (at for at, text in reversed(written) if len(text) >= MIN_QUOTED_CHARS and any(text in one for one in given)),
-        None,
-    )
+def _head(messages: Sequence[Message]) -> str:
+    before = itertools.takewhile(lambda message: message["role"] != "assistant", messages)
+    return "\n".join(_words(message["content"]) for message in before)
+
+
+def _words(text: str) -> str:
+    """Programs change the white space of what they quote."""
+    return " ".join(text.split())
+
+
+def _parts(reply: str) -> list[str]:
+    """The reply, and its longest part between tags: programs quote a summary without its tags and without what precedes it."""
+    return [reply, max(TAG.split(reply), key=len)]
 
 
 def _texts(arguments: str) -> Iterator[str]:

@@ -54,6 +54,57 @@ def test_a_conversation_that_starts_with_a_summary_of_the_policy_continues_after
     assert {origin.owner for origin in lineage.origins()} == {SequenceRole.MAIN}
 
 
+def test_a_summary_is_found_without_its_tags_and_a_request_with_tools_for_it_is_a_compaction() -> None:
+    lineage = Lineage()
+    add(lineage, 0, "Fix the bug")
+    add(lineage, 0, "Fix the bug", "go on")
+    reply = "<analysis>It is long.</analysis>\n<summary>The bug is in parse,\n\n\nline 3.</summary>"
+    add(lineage, 1, "Fix the bug", "Summarise", reply=reply, is_continued=True)
+    add(lineage, 2, "So far:\nThe bug is in parse,\n\nline 3.")
+    assert roles(lineage) == [("main", None), ("compaction", 0), ("compaction", 1)]
+
+
+def test_a_sub_agent_whose_task_quotes_an_answer_is_no_compaction() -> None:
+    lineage = Lineage()
+    first, second = "Look for all callers of parse", "Change these: main.py, tests.py and tools.py"
+    add(lineage, 0, "Fix the bug", reply=ParsedText("", (ToolCall("Task", json.dumps({"prompt": first})),)))
+    add(lineage, 1, first, reply="main.py, tests.py and tools.py")
+    add(lineage, 0, "Fix the bug", "found", reply=ParsedText("", (ToolCall("Task", json.dumps({"prompt": second})),)))
+    add(lineage, 2, second)
+    assert roles(lineage) == [("main", None), ("subagent", 0), ("subagent", 0)]
+    # With ids of its agents, whatever their tasks quote.
+    add(lineage, 3, "Again: main.py, tests.py and tools.py", origin=RequestOrigin(agent="b"))
+    assert roles(lineage)[3] == ("subagent", 0)
+
+
+def test_a_title_that_quotes_the_last_answer_is_a_side_request() -> None:
+    lineage = Lineage()
+    add(lineage, 0, "Fix the bug", reply="The bug is in parse, line 3.")
+    add(lineage, 1, "A title for: The bug is in parse, line 3.", reply="Parse", tools=False)
+    assert roles(lineage) == [("main", None), ("side", 0)]
+
+
+def test_what_repeats_the_task_is_no_quotation() -> None:
+    """A title, a plan, or the text of a tool does not make the main conversation one of a sub-agent."""
+    lineage = Lineage()
+    task = "Fix the login button on mobile"
+    add(lineage, 0, f"Write a title for: {task}", reply=task, tools=False)
+    plan = ToolCall("plan", json.dumps({"steps": [task]}))
+    add(lineage, 1, task, reply=ParsedText("", (plan,)))
+    add(lineage, 2, task, "edited")
+    assert roles(lineage) == [("side", 1), ("main", None), ("rewrite", 1)]
+    messages = [
+        {"role": "user", "content": task},
+        {"role": "assistant", "content": "I ask a helper."},
+        {"role": "tool", "content": "the helper says: the button is hidden"},
+    ]
+    add(lineage, 3, "Look at the button", reply="the button is hidden")
+    lineage.add(
+        4, messages, ParsedText("ok"), origin=RequestOrigin(), has_tools=True, rendered="other", is_continued=False
+    )
+    assert roles(lineage)[3:] == [("subagent", 1), ("rewrite", 2)]
+
+
 def test_the_same_prompt_again_is_a_retry_and_an_edited_history_is_a_rewrite() -> None:
     lineage = Lineage()
     add(lineage, 0, "Fix the bug")
