@@ -344,8 +344,8 @@ def read_table(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], li
         raise ConfigError(str(path), [ConfigFault("file", text)]) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         line, advice = (None, "") if isinstance(error, UnicodeDecodeError) else broken_line(path, error)
-        fault = ConfigFault("file", f"is not TOML: {error}{advice}", "" if line is None else f"{path}:{line}")
-        raise ConfigError(str(path), [fault]) from error
+        syntax = ConfigFault("file", f"is not TOML: {error}{advice}", "" if line is None else f"{path}:{line}")
+        raise ConfigError(str(path), [syntax]) from error
     return table, [fault for text in overrides if (fault := override_table(table, text)) is not None]
 
 
