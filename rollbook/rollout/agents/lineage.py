@@ -46,8 +46,8 @@ CONTINUES = frozenset({SequenceRole.COMPACTION, SequenceRole.REWRITE, SequenceRo
 
 
 class _Quote(NamedTuple):
-    """What the policy wrote, and another conversation may begin with: a reply, which may be a summary, or a text that it passed to a
-    tool, which may be the task of a sub-agent."""
+    """What the policy wrote, and another conversation may begin with: a reply, which may be a summary, or a text that it passed
+    to a tool, which may be the task of a sub-agent."""
 
     sequence: int
     words: str
