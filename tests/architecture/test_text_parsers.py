@@ -34,7 +34,7 @@ from rollbook.envs.builtin.terminal.files import CommandError, FileTree
 from rollbook.inference.server.text import ToolCallStream, template_messages
 from rollbook.rollout.agents.anthropic_messages import Thinking, _input
 from rollbook.rollout.agents.history import PlayedTurn, _continued_thought
-from rollbook.rollout.agents.lineage import _texts
+from rollbook.rollout.agents.lineage import _parts, _texts, _words
 from rollbook.rollout.agents.messages import digests, normalised
 from rollbook.rollout.agents.program import printed_result
 from rollbook.rollout.agents.responses import _custom_input
@@ -230,6 +230,8 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
         PlayedTurn(tokens=[], rendered="<think>", reply=text, end_text="")
     ),
     "rollout/agents/history.py:_rest": TOOL_PARSERS["hermes"],
+    "rollout/agents/lineage.py:_parts": _parts,
+    "rollout/agents/lineage.py:_words": _words,
     "rollout/agents/lineage.py:_texts": lambda text: list(_texts(text)),
     "rollout/agents/messages.py:_call": _chat,
     "rollout/agents/program.py:printed_result": lambda text: printed_result(text.encode()),
