@@ -1,6 +1,7 @@
 """Large models with random weights through engine and trainer.
 
     python -m benchmarks.engine.families [--only NAME ...] [--within SECONDS]
+    python -m benchmarks.engine.families --module        the modules of two small models against their fast forwards
     python -m benchmarks.engine.families --tiny          small models on a CPU, to test the script
 
 Models of the shapes of Qwen3.5-4B (all weights trained), gpt-oss-20B and Qwen3-30B-A3B (LoRA). A process makes the weights on the
@@ -8,6 +9,9 @@ device from a seed and shares them; no file of weights is written. For each mode
 then one trains on the samples. Measured: tokens a second and milliseconds a decode step of the engine; seconds and tokens a second
 of a training step; memory; the difference of the logprobs of sampled tokens between engine and trainer (mean and largest); and, for
 mixtures of experts, the same without router replay, which is the peer.
+
+`--module`: tokens a second of the engine if it calls the module of transformers, as it does for any model without a fast forward;
+the peer is the fast forward of the same model.
 
 `--within` starts no part after so many seconds, and ends the running one then; what was measured before is printed.
 `--dtype float32` is without the noise of rounding.
@@ -27,13 +31,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from benchmarks.engine.models import QWEN_1_5B, SMOLLM2_135M, llama_config
 from benchmarks.report import Figure, print_figures, print_status
 from rollbook.contracts.batch import BatchEntry, BatchManifest, TrainingBatch
 from rollbook.contracts.group import PromptGroup, group_id
@@ -152,6 +157,9 @@ CASES = {
         has_experts=True,
     ),
 }
+OF_MODULE = {"SmolLM2-135M": SMOLLM2_135M, "Qwen2.5-1.5B": QWEN_1_5B}
+"""With `--module`."""
+MODULE_FLOOR = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +175,11 @@ class Setting:
 
     @property
     def case(self) -> Case:
-        return CASES[self.name]
+        if self.name not in OF_MODULE:
+            return CASES[self.name]
+        known = llama_config(OF_MODULE[self.name]).to_diff_dict()
+        shape = {name: value for name, value in known.items() if name not in ("model_type", "transformers_version")}
+        return Case(model_type="llama", shape=shape, tiny={}, is_lora=False, has_experts=False)
 
     @property
     def home(self) -> Path:
@@ -230,7 +242,7 @@ def _random(name: str, like: Tensor, generator: torch.Generator, case: Case) -> 
 # --- the parts, each a process ---
 
 
-async def sample(setting: Setting) -> dict[str, Any]:
+async def sample(setting: Setting, forward: Literal["auto", "module"] = "auto") -> dict[str, Any]:
     sizes, case = setting.sizes, setting.case
     count = sizes.groups * SIBLINGS
     config = InferenceConfig(
@@ -240,6 +252,7 @@ async def sample(setting: Setting) -> dict[str, Any]:
         max_model_len=sizes.prompt + sizes.answer + 1,
         kv_memory_mb=200 if setting.is_tiny else "auto",
         record_routes=case.has_experts,
+        forward=forward,
     )
     async with open_engine(config, setting.home, shared_base=setting.base_file) as engine:
         await engine.adopt(Publication(id=PublicationId(0), epoch=0, step=0, digest="random"))
@@ -264,6 +277,8 @@ async def sample(setting: Setting) -> dict[str, Any]:
             "engine_memory_gb": _memory_gb(setting),
             "engine": list(engine.parts.choices),
         }
+    if forward == "module":
+        return {f"module_{name}": value for name, value in figures.items()}
     samples = [Sampled(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
     (setting.home / "samples").write_bytes(pickle.dumps(samples))
     return figures
@@ -383,7 +398,7 @@ def run(setting: Setting, deadline: float) -> dict[str, Any]:
         if not first:
             return figures | {"failed": "the process that owns the weights ended, or had no time left"}
         figures["base_gb"] = round(int(first) / 1e9, 2)
-        for part in ("sample", "train"):
+        for part in ("sample", "module" if setting.name in OF_MODULE else "train"):
             left = deadline - time.monotonic()
             if left <= 0:
                 return figures | {"failed": f"no time was left for {part}"}
@@ -418,24 +433,27 @@ def _run_part(arguments: list[str], output: Path, seconds: float) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--module", action="store_true", help="modules of transformers against fast forwards, instead")
     parser.add_argument("--within", type=float, default=3600.0, metavar="SECONDS")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="small models on a CPU; the speeds mean nothing")
     parser.add_argument("--setting", help=argparse.SUPPRESS)
-    parser.add_argument("--part", choices=("own", "sample", "train"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("own", "sample", "module", "train"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.part is not None:
         setting = Setting.read(chosen.setting)
         if chosen.part == "own":
             own(setting)
-        else:
-            for measured in [asyncio.run(sample(setting))] if chosen.part == "sample" else train(setting):
+        elif chosen.part == "train":
+            for measured in train(setting):
                 print(json.dumps(measured), flush=True)
+        else:
+            print(json.dumps(asyncio.run(sample(setting, "module" if chosen.part == "module" else "auto"))))
         return 0
     deadline = time.monotonic() + chosen.within
     figures: list[Figure] = []
     failed: list[dict[str, Any]] = []
-    for name in chosen.only:
+    for name in OF_MODULE if chosen.module else chosen.only:
         with tempfile.TemporaryDirectory() as home:
             setting = Setting(
                 name=name,
@@ -456,9 +474,15 @@ def main() -> int:
 
 
 def _figure(found: dict[str, Any]) -> Figure:
+    more = {name: value for name, value in found.items() if name != "name"}
+    if found["name"] in OF_MODULE:
+        ours, peer = found["module_engine_tokens_per_s"], found["engine_tokens_per_s"]
+        name = f"module_{found['name']}"
+        return Figure(
+            name=name, ours=ours, peer=peer, unit="tokens/s", ratio=ours / peer, floor=MODULE_FLOOR, more=more
+        )
     ours = found["logprobs_mean"]
     peer = found.get("own_routes_logprobs_mean", ours)
-    more = {name: value for name, value in found.items() if name != "name"}
     return Figure(name=found["name"], ours=ours, peer=peer, unit="nats", ratio=peer / max(ours, 1e-12), more=more)
 
 
