@@ -60,6 +60,19 @@ def test_a_study_trains_its_cells_once_and_refuses_to_mix_settings(home: Path) -
     assert "was trained with other settings" in changed.stderr
 
 
+def test_a_dry_run_lists_once_what_all_cells_share_and_trains_nothing(home: Path) -> None:
+    listed = rollbook("study", str(home / "study.toml"), "--out", str(home / "out"), "--dry-run")
+    bound = "gate.max_head_offpolicy_versions"
+    assert listed.stdout.splitlines() == [
+        "all cells  trainer.max_steps=3 run.seed=3",
+        f"max_head_offpolicy_versions=0 seed 3  {bound}=0",
+        f"max_head_offpolicy_versions=1 seed 3  {bound}=1",
+    ], listed.stderr
+    assert not (home / "out").exists()
+    one = rollbook("study", str(home / "study.toml"), "--dry-run", "--json", "--only", "*=1")
+    assert [json.loads(line)["cell"] for line in one.stdout.splitlines()] == ["max_head_offpolicy_versions=1"]
+
+
 def test_a_study_that_is_stopped_while_a_cell_starts_does_not_train_the_cell(home: Path) -> None:
     stopped = rollbook(*arguments(home), "--only", "*=1", "--minutes", "0")
     row, _ = map(json.loads, stopped.stdout.splitlines())

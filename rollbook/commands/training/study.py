@@ -96,10 +96,7 @@ def study(
     console = console or Console(stderr=True, highlight=False)
     plan = load_study(file, overrides)
     directory = StudyDirectory(path=(out or Path("runs") / plan.name).resolve())
-    chosen = [cell for cell in plan.cells if only is None or fnmatch(cell.name, only)]
-    if not chosen:
-        names = ", ".join(dict.fromkeys(cell.name for cell in plan.cells))
-        raise UsageError(f"no cell matches --only {only!r}; the study has {names}")
+    chosen = _matching(plan.cells, only)
     is_interrupted = False
     if trains:
         require_libraries("torch", "transformers")
@@ -157,6 +154,14 @@ def _check_finished(cells: Sequence[Cell], directory: StudyDirectory, shared: Se
                 f"{directory.run_dir(cell)} was trained with other settings than {cell.name} has now ({', '.join(changed)}): "
                 "choose another directory with --out, or delete that run and its .json file"
             )
+
+
+def _matching(cells: Sequence[Cell], only: str | None) -> list[Cell]:
+    chosen = [cell for cell in cells if only is None or fnmatch(cell.name, only)]
+    if not chosen:
+        names = ", ".join(dict.fromkeys(cell.name for cell in cells))
+        raise UsageError(f"no cell matches --only {only!r}; the study has {names}")
+    return chosen
 
 
 def _settings_of(cell: Cell) -> list[str]:
@@ -325,11 +330,15 @@ def study_command(
     a checkpoint, the second stops at once.
     """
     if dry_run:
-        for cell in load_study(file, override or ()).cells:
-            if as_json:
+        cells = _matching(load_study(file, override or ()).cells, only)
+        if as_json:
+            for cell in cells:
                 result_json({"cell": cell.name, "seed": cell.seed, "settings": _settings_of(cell)})
-            else:
-                result(f"{cell.title}  {' '.join(cell.overrides)}")
+            return 0
+        common = [one for one in cells[0].overrides if all(one in cell.overrides for cell in cells)]
+        result(f"all cells  {' '.join(common)}")
+        for cell in cells:
+            result(f"{cell.title}  {' '.join(one for one in cell.overrides if one not in common)}")
         return 0
     found = study(
         file,
