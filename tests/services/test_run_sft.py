@@ -17,10 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollbook.commands.training.sft import run_sft
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.group import GroupId
 from rollbook.rollout.chat.demonstrations import read_demonstrations
 from rollbook.rollout.chat.tokenizer import ModelTokenizer
+from rollbook.run.config.run import ConfigError
 from rollbook.run.config.sft import load_sft_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.processes.sft import write_or_check_manifest
@@ -228,6 +230,16 @@ def test_settings_that_sft_would_ignore_are_rejected_with_their_paths(home: Path
     assert done.returncode == 2
     assert "trainer.clip_low: is not read by `rollbook sft`" in done.stderr
     assert "sft.data: no such file" in done.stderr
+
+
+def test_a_model_that_is_incomplete_is_refused_before_the_training(home: Path) -> None:
+    file = home / "sft.toml"
+    (home / "empty").mkdir()
+    built = CONFIG[CONFIG.index("[model.build]") : CONFIG.index("[sft]")]
+    file.write_text(CONFIG.replace(built, '[model]\npath = "empty"\n'), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"sft\.toml:5: model\.path: .*/empty has no config\.json"):
+        run_sft(file, out=home / "out", overrides=())
+    assert not (home / "out").exists()
 
 
 @given(

@@ -15,8 +15,8 @@ from rollbook.commands.arguments import Argument, Option
 from rollbook.commands.output import result_json
 from rollbook.concurrency.child_process.process import python_command, python_environment
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.plugin import require_libraries
-from rollbook.run.config.run import ConfigError, located
+from rollbook.contracts.plugin import load_on_demand, require_libraries
+from rollbook.run.config.run import ConfigError, ConfigFault, located
 from rollbook.run.config.sft import dump_sft_toml, load_sft_config
 from rollbook.run.directory import RunDirectory, RunDirectoryError
 from rollbook.run.resources.machine import this_machine
@@ -33,9 +33,12 @@ def run_sft(source: Path, *, out: Path | None, overrides: Sequence[str]) -> SftR
     """Train from a config file, or resume an output directory."""
     require_libraries("torch", "transformers")
     found, directory = _resolve(source, out, overrides)
-    if faults := found.faults():
+    loaded, faults = found.loaded, found.faults()
+    if not directory.sft_manifest_file.exists():
+        model_faults = load_on_demand("rollbook.run.preflight.model_files:model_faults")
+        faults += [ConfigFault("model.path", text) for text in model_faults(loaded.config.model, loaded.source_dir)]
+    if faults:
         raise ConfigError(str(source), located(faults, None if source.is_dir() else source, overrides))
-    loaded = found.loaded
     for line in found.lines():
         sys.stderr.write(line + "\n")
     _prepare(directory.path)
