@@ -135,7 +135,8 @@ def test_every_command_can_be_imported_without_the_command_line_library() -> Non
 
 
 def test_a_verb_whose_library_is_missing_says_how_to_install_it(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
     results = run_without(
         set(EXTRAS),
         [
