@@ -174,8 +174,14 @@ def _rows_of_hub(config: TasksConfig, base_dir: Path, setting: str) -> Iterator[
 
 def _rows_of_harbor(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each task is read and checked, so that one that cannot be played is reported before a run starts."""
-    for directory in find_tasks(root.resolve()):
-        task = read_task(directory)
+    directories = find_tasks(root.resolve())
+    faults: list[RunError] = []
+    for directory in directories:
+        try:
+            task = read_task(directory)
+        except RunError as error:
+            faults.append(error)
+            continue
         texts = {name: value for name, value in task.metadata.items() if isinstance(value, str)}
         row = {
             "id": task.name,
@@ -184,6 +190,11 @@ def _rows_of_harbor(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             "timeout_s": task.agent_timeout_s,
         }
         yield str(directory), {**texts, **row}
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        count = f"{len(faults)} of {len(directories)} tasks are faulty, and `rollbook tasks check {root}` names them"
+        raise DatasetError(f"{count}. The first: {faults[0]}")
 
 
 def _rows_of_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -320,6 +320,7 @@ async def test_a_command_is_killed_when_its_episode_is_cancelled(tmp_path: Path)
         ({}, "either agent or command"),
         ({"agent": "a:b", "command": ["x"]}, "either agent or command"),
         ({"agent": "a:b", "colour": 1}, "colour: unknown field"),
+        ({"agent": "codx"}, r"is no coding agent \(codex, .* module:function; did you mean 'codex'\?"),
         ({"agent": "nowhere:agent"}, "rollout.settings.agent = 'nowhere:agent': no module 'nowhere'"),
         ({"agent": f"{PROGRAMS}:converse", "environment": {"A": "b"}}, "environment is only for programs"),
         ({"agent": f"{PROGRAMS}:converse", "arguments": ["-x"]}, "arguments: only for a coding agent"),

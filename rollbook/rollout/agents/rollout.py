@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from rollbook.contracts.decoding import json_decoder
 from rollbook.contracts.errors import EpisodeError, fenced
 from rollbook.contracts.plugin import load_plugin
 from rollbook.contracts.trajectory import RolloutSample
+from rollbook.contracts.user_errors import did_you_mean
 from rollbook.rollout.agents.coding_agents import CODING_AGENTS, CodingOptions
 from rollbook.rollout.agents.lineage import TrainOnly
 from rollbook.rollout.agents.program import (
@@ -110,6 +111,16 @@ class AgentSettings(BaseModel, frozen=True, extra="forbid"):
 
     on_agent_error: Literal["invalid", "score"] = "invalid"
     """What an agent that raised gives: an unscorable sample, or a call of the reward function."""
+
+    @field_validator("agent")
+    @classmethod
+    def _is_known(cls, name: str | None) -> str | None:
+        if name is not None and ":" not in name and name not in CODING_AGENTS:
+            raise ValueError(
+                f"{name!r} is no coding agent ({', '.join(CODING_AGENTS)}), and does not have the form module:function"
+                f"{did_you_mean(name, CODING_AGENTS)}"
+            )
+        return name
 
     @model_validator(mode="after")
     def _one_program(self) -> "AgentSettings":

@@ -17,7 +17,7 @@ from rollbook.sandbox.harbor.task import HarborTaskError, read_task
 from rollbook.sandbox.harbor.trial import open_trial
 from rollbook.sandbox.harbor.verifier import VerifierError
 from rollbook.tasks.config import TasksConfig
-from rollbook.tasks.dataset import load_tasks
+from rollbook.tasks.dataset import DatasetError, load_tasks
 from tests.parts.sandbox.bubblewrap import require_bubblewrap
 from tests.parts.sandbox.harbor import DOCKERFILE, TOML, write_task
 
@@ -109,6 +109,14 @@ def test_a_directory_of_tasks_is_a_source_of_rows(tmp_path: Path) -> None:
     assert [task.id for task in tasks] == ["a", "b"]
     assert tasks[0].row["instruction"] == "Write the word hello into greeting.txt."
     assert tasks[0].row["difficulty"] == "easy"
+    (tmp_path / "set/a/tests/test.sh").unlink()
+    with pytest.raises(HarborTaskError, match=r"a: tests/test\.sh is missing"):
+        load_tasks(TasksConfig(source="harbor:set"), base_dir=tmp_path)
+    (tmp_path / "set/b/instruction.md").unlink()
+    with pytest.raises(
+        DatasetError, match=r"2 of 2 tasks are faulty, and `rollbook tasks check .*/set` names .*/a: tests/"
+    ):
+        load_tasks(TasksConfig(source="harbor:set"), base_dir=tmp_path)
     with pytest.raises(HarborTaskError, match="no Harbor tasks: no directory in it"):
         load_tasks(TasksConfig(source="harbor:set/a/tests"), base_dir=tmp_path)
     with pytest.raises(HarborTaskError, match="no Harbor tasks: it is not a directory"):
