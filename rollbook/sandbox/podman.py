@@ -46,6 +46,7 @@ OF_THE_ENGINE = ("/proc", "/dev", "/sys", "/etc/hostname", "/etc/mtab", "/etc/re
 TAKE_CHANNEL = "import ctypes, os; os.dup2(3, 0); os.close(3); ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n"
 """At the start of the guest. The engine has passed the channel as descriptor 3, and mounts /proc writable: a process that is not
 dumpable (PR_SET_DUMPABLE) keeps its memory and its settings to itself."""
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
 MORE_MB = 64
 """For the guest itself."""
 
@@ -105,6 +106,14 @@ def podman_command(plan: SandboxPlan) -> list[str]:
 
 
 def _runtime() -> list[str]:
-    """crun refuses machines whose control groups are of both versions; runc accepts them."""
-    is_version_2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
-    return [] if is_version_2 or shutil.which("runc") is None else ["--runtime", "runc"]
+    """crun refuses machines whose control groups are of both versions; runc accepts them. Raises `SandboxUnavailableError`."""
+    if (CONTROL_GROUPS / "cgroup.controllers").exists():
+        return []
+    if shutil.which("runc") is not None:
+        return ["--runtime", "runc"]
+    if (CONTROL_GROUPS / "unified").exists():
+        raise SandboxUnavailableError(
+            'sandbox = "podman": the control groups of this machine are of both versions: install runc, which accepts that '
+            "(apt-get install runc)"
+        )
+    return []

@@ -19,7 +19,9 @@ from rollbook.contracts.trajectory import EndReason, RolloutSample
 from rollbook.rollout.agents.coding_agents import CODING_AGENTS, launch_pi
 from rollbook.rollout.agents.rollout import make_rollout
 from rollbook.rollout.settings import EpisodeLimits
+from rollbook.sandbox.bubblewrap import Kind
 from tests.parts.rollout.agents import EngineRecord, Reply, agent_setup, assert_matches_engine
+from tests.parts.sandbox.bubblewrap import require
 from tests.parts.sandbox.harbor import keep_images_in, write_task
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +39,6 @@ def needs(agent: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not is_installed(agent), reason=f"{agent} is not installed (make test-agents)")
 
 
-CONTAINER = pytest.mark.skipif(shutil.which("podman") is None or os.geteuid() != 0, reason="podman is not installed")
 CONFINED = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
 
@@ -93,12 +94,13 @@ async def play(
 
 @pytest.mark.parametrize(
     "sandbox",
-    ["none", pytest.param("bubblewrap", marks=CONFINED), pytest.param("podman", marks=[CONTAINER, pytest.mark.slow])],
+    ["none", pytest.param("bubblewrap", marks=CONFINED), pytest.param("podman", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("agent", [pytest.param(name, marks=needs(name)) for name in CODING_AGENTS])
 async def test_a_coding_agent_works_in_its_directory_with_the_exact_tokens_of_the_engine(
-    tmp_path: Path, agent: str, sandbox: str
+    tmp_path: Path, agent: str, sandbox: Kind
 ) -> None:
+    await asyncio.to_thread(require, sandbox)
     sample, record = await play(tmp_path, agent, policy(agent), sandbox=sandbox)
     assert sample.reward == 1.0, sample.facts
     assert sample.facts["sandbox"] == sandbox
