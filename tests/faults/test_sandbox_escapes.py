@@ -155,8 +155,11 @@ def test_for_an_ordinary_user_the_kernel_limits_processes_too() -> None:
 THREADS = """
 import threading, time
 threading.stack_size(2**16)
-for _ in range(200):
-    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+try:
+    for _ in range(200):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+except RuntimeError:
+    pass  # the limit of the engine, which is higher, was reached before the guest counted
 time.sleep(60)
 """
 

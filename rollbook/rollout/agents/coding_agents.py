@@ -14,7 +14,7 @@ from typing import Any
 from rollbook.contracts.errors import RunError
 from rollbook.rollout.contract import ChatSession
 
-MODEL = "policy"
+MODEL, SMALL_MODEL = "policy", "policy-small"
 TASK_FIELDS = ("instruction", "question", "prompt", "task")
 """Fields of a row that may have the task, in this order."""
 
@@ -118,7 +118,8 @@ def _claude_code(place: Place) -> Launch:
             **dict.fromkeys(quiet, "1"),
             "ANTHROPIC_BASE_URL": place.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": place.key,
-            "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
+            # Requests without tools under another name are side requests: titles, summaries of pages.
+            **dict.fromkeys(("ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"), SMALL_MODEL),
             # A line with a changing number in the system prompt: every turn would be a new sequence.
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CONFIG_DIR": f"{place.home}/.claude",

@@ -64,13 +64,15 @@ class TrainOnly(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOrigin:
-    """What the headers of a request say. None: nothing."""
+    """What a request says about its sender. None: nothing."""
 
     agent: str | None = None
     """The agent's own id of its thread."""
     parent: str | None = None
     """The thread that started it."""
     role: SequenceRole | None = None
+    model: str | None = None
+    """The name of the model that it asks for. All are the policy; a program may have another one for small requests."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +83,7 @@ class Branch:
     """None: decided at the end, by the other sequences."""
     parent: int | None
     agent: str | None
+    model: str | None
     has_tools: bool
     first_user: str
     head: str
@@ -104,7 +107,7 @@ class SequenceOrigin:
         return {**found, **({"left_out": self.left_out} if self.left_out else {})}
 
 
-def read_origin(headers: Mapping[str, str]) -> RequestOrigin:
+def read_origin(headers: Mapping[str, str], model: object = None) -> RequestOrigin:
     """Codex names thread, parent thread and kind of a request. Claude Code names its session and, in newer versions, its agent."""
     agent = headers.get("thread-id") or headers.get("x-claude-code-agent-id")
     parent = headers.get("x-codex-parent-thread-id") or headers.get("x-claude-code-parent-agent-id")
@@ -118,7 +121,7 @@ def read_origin(headers: Mapping[str, str]) -> RequestOrigin:
         role = SequenceRole.COMPACTION
     elif parent is not None:
         role = SequenceRole.SUBAGENT
-    return RequestOrigin(agent=agent, parent=parent, role=role)
+    return RequestOrigin(agent=agent, parent=parent, role=role, model=model if isinstance(model, str) else None)
 
 
 def _is_positive(value: object) -> bool:
@@ -153,6 +156,7 @@ class Lineage:
                 role=None,
                 parent=None,
                 agent=origin.agent,
+                model=origin.model,
                 has_tools=has_tools,
                 first_user=users[0].strip() if users else "",
                 head=_head(messages),
@@ -192,7 +196,7 @@ class Lineage:
             new.role, new.parent = SequenceRole.TURN if is_continued else SequenceRole.REWRITE, same
         elif (before := self._last(lambda branch: _is_same_task(branch, new))) is not None:
             new.role, new.parent = SequenceRole.TURN if is_continued else SequenceRole.REWRITE, before
-        elif quoted is not None:
+        elif quoted is not None and (new.has_tools or new.model == self._branches[quoted.sequence].model):
             new.role, new.parent = SequenceRole.SUBAGENT, quoted.sequence
 
     def _continue_from_summary(self, new: Branch, summary: int) -> None:

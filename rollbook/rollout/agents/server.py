@@ -24,7 +24,7 @@ from rollbook.contracts.errors import EpisodeError, RollbookError, TransientErro
 from rollbook.contracts.policy import SamplingParams
 from rollbook.rollout.agents.anthropic_messages import MessagesReply, messages_error, messages_request
 from rollbook.rollout.agents.chat_completions import ChatCompletion, models, openai_error
-from rollbook.rollout.agents.lineage import TrainOnly, read_origin
+from rollbook.rollout.agents.lineage import RequestOrigin, TrainOnly, read_origin
 from rollbook.rollout.agents.messages import BadChatError
 from rollbook.rollout.agents.responses import ResponsesReply
 from rollbook.rollout.agents.session import ChatRequest, ChatTurn, ContextFullError, EpisodeOverError, ProxySession
@@ -163,9 +163,10 @@ class ProxyServer:
             if is_counted_only:
                 return _json({"input_tokens": await session.count_tokens(messages_request(body, is_counted_only=True))})
             reply = api.reply(body, session)
+            origin = read_origin(request.headers, body.get("model"))
             if body.get("stream"):
-                return await _stream(request, session, reply, api)
-            turn = await session.complete(reply.request, origin=read_origin(request.headers))
+                return await _stream(request, session, reply, api, origin)
+            turn = await session.complete(reply.request, origin=origin)
             return _json(reply.whole(turn))
         except RollbookError as error:
             return _error_of(api, error)
@@ -230,14 +231,16 @@ async def open_proxy_sessions(
         await server.close()
 
 
-async def _stream(request: web.Request, session: ProxySession, reply: AgentReply, api: AgentApi) -> web.StreamResponse:
+async def _stream(
+    request: web.Request, session: ProxySession, reply: AgentReply, api: AgentApi, origin: RequestOrigin
+) -> web.StreamResponse:
     """Send parts of the turn while it is sampled. If the agent stops reading, this is cancelled and the turn ends there.
 
     The first part opens the stream, so an earlier error still has its HTTP status. A later one is sent as an event.
     """
     # Never longer than the turn, whose tokens are limited.
     parts: asyncio.Queue[TurnPart | None] = asyncio.Queue()
-    turn_of = session.complete(reply.request, parts.put_nowait, origin=read_origin(request.headers))
+    turn_of = session.complete(reply.request, parts.put_nowait, origin=origin)
     playing = asyncio.create_task(turn_of, name=f"proxy.turn.{session.id}")
     playing.add_done_callback(lambda _: parts.put_nowait(None))
     stream = EventStream(request)

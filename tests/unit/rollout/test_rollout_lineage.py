@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from rollbook.contracts.output_formats import ToolCall
 from rollbook.rollout.agents.lineage import Lineage, RequestOrigin, SequenceRole, TrainOnly, read_origin
 from rollbook.rollout.agents.tool_calls import ParsedText
@@ -82,6 +84,20 @@ def test_a_title_that_quotes_the_last_answer_is_a_side_request() -> None:
     add(lineage, 0, "Fix the bug", reply="The bug is in parse, line 3.")
     add(lineage, 1, "A title for: The bug is in parse, line 3.", reply="Parse", tools=False)
     assert roles(lineage) == [("main", None), ("side", 0)]
+
+
+@pytest.mark.parametrize(
+    ("model", "tools", "role"), [("p", False, "subagent"), ("s", False, "side"), ("s", True, "subagent")]
+)
+def test_a_request_to_a_small_model_about_what_was_passed_to_a_tool_is_a_side_request(
+    model: str, tools: bool, role: str
+) -> None:
+    lineage = Lineage()
+    fetch = ToolCall("WebFetch", json.dumps({"url": "u", "prompt": "Which version is the newest?"}))
+    add(lineage, 0, "Update it", reply=ParsedText("", (fetch,)), origin=read_origin({}, "p"))
+    page = "<page>1.0, 2.0</page> Which version is the newest?"
+    add(lineage, 1, page, reply="2.0 is the newest", tools=tools, origin=read_origin({}, model))
+    assert roles(lineage) == [("main", None), (role, 0)]
 
 
 def test_what_repeats_the_task_is_no_quotation() -> None:
