@@ -15,12 +15,12 @@ from rollbook.run.config.run import RunConfig, load_resolved_config
 from rollbook.run.directory import RunDirectory
 from rollbook.run.resources.mps import PIPES, PROGRAM, has_clients, kill_programs, mps_directory
 from rollbook.run.supervision.exits import EXIT_STOP_RUN
-from rollbook.run.supervision.host import ProcessStart
+from rollbook.run.supervision.host import HostedProcess, ProcessStart
 from rollbook.run.supervision.process import SupervisedProcess
 from rollbook.run.supervision.supervisor import RunEnd, Supervisor
 from tests.parts.concurrency.processes import REPOSITORY, require_end
 from tests.parts.run.mps_stand_in import install
-from tests.parts.run.scripted_run import MODULES, make_ready, pids, prepared, supervised, until
+from tests.parts.run.scripted_run import MODULES, ScriptedHost, make_ready, pids, prepared, supervised, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="MPS is of Linux")
 FORKED = (*MODULES, "rollbook.run.processes.mps")
@@ -129,6 +129,26 @@ async def test_a_client_dies_alone_and_the_server_with_all_its_clients(directory
                 assert "trainer was ended, because the MPS server of the run died; it is started again" in said
         lives = {process.role: len(process.lifetimes_s) for process in supervisor.processes if process.lifetimes_s}
         assert lives == {"mps": 4, "trainer": 1}, "clients were not at fault when the server died"
+
+
+async def test_a_client_that_is_being_started_when_the_server_dies_is_started_again(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, is_starting = ScriptedHost.start, asyncio.Event()
+
+    async def first_waits(host: ScriptedHost, process: ProcessStart) -> HostedProcess:
+        if process.role == "trainer" and not is_starting.is_set():
+            is_starting.set()
+            await asyncio.Event().wait()
+        return await start(host, process)
+
+    monkeypatch.setattr(ScriptedHost, "start", first_waits)
+    async with supervised(config_of(directory), directory, real=["mps"]) as (supervisor, _), asyncio.timeout(60):
+        await is_starting.wait()
+        os.kill(serving(mps_directory(directory))[0], signal.SIGKILL)
+        await all_ready(supervisor)
+        (trainer,) = (process for process in supervisor.processes if process.role == "trainer")
+        assert trainer.lifetimes_s == [], "it was not at fault"
 
 
 def owner_of(directory: RunDirectory) -> SupervisedProcess:

@@ -147,6 +147,8 @@ class SupervisedProcess:
             # A wait, not an await of the task: `kill` and `stop` may cancel the start.
             await asyncio.wait({self._starting})
             if self._starting.cancelled():
+                self.lifetimes_s.append(0.0)
+                self.has_progressed.append(False)
                 self.ended.set()
                 return -signal.SIGKILL
             self._child = child = self._starting.result()
