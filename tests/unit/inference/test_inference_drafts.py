@@ -18,6 +18,7 @@ from rollbook.inference.config import InferenceConfig
 from rollbook.inference.engines.drafts import PromptLookup
 from rollbook.inference.engines.embedded import build
 from rollbook.inference.engines.embedded.engine import TransformersEngine, open_engine
+from rollbook.inference.request import GenerationRequest
 from tests.parts.inference.engines import TinyModel, embedded, engine_config, until
 from tests.parts.inference.models import VOCAB
 
@@ -115,6 +116,26 @@ async def test_rows_without_memory_are_preempted_and_draft_again(root: Path, is_
             assert (engine.stats().accepted_tokens > 0) is (drafts > 0)
         expected = expected or found
         assert_equal(found, expected)
+
+
+@BLOCKS
+async def test_a_request_that_is_preempted_with_a_draft_drops_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch, is_captured: bool
+) -> None:
+    prompt, greedy = [5, 6, 7, 8] * 5, SamplingParams(max_tokens=60, temperature=0.0)
+    async with engine_with(root, 8, is_captured=is_captured) as engine:
+        expected = await engine.generate(prompt, greedy)
+        scheduler = engine.parts.scheduler
+        to_preempt, most = scheduler.batch.to_preempt, scheduler.preemptions + 3
+
+        def preempt_drafted() -> list[GenerationRequest]:
+            drafted = [request for request in scheduler.table.requests() if len(request.draft) > 1]
+            return drafted if scheduler.preemptions < most else to_preempt()
+
+        monkeypatch.setattr(scheduler.batch, "to_preempt", preempt_drafted)
+        found = await engine.generate(prompt, greedy)
+        assert scheduler.preemptions == most
+    assert_equal([found], [expected])
 
 
 @BLOCKS

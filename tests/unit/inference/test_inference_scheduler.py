@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollbook.contracts.errors import RunError
-from rollbook.contracts.policy import FinishReason, SamplingParams
+from rollbook.contracts.policy import FinishReason, SamplingParams, TokenChunk
 from rollbook.inference.engine import EngineQueueFullError
 from rollbook.inference.engines.embedded.build import BLOCK_SIZE
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
@@ -20,7 +20,7 @@ from rollbook.inference.engines.embedded.paged.runner import PackedRunner
 from rollbook.inference.engines.embedded.runner import Runner
 from rollbook.inference.engines.embedded.slot_cache import SlotCache
 from rollbook.inference.pause import PauseMode
-from rollbook.inference.request import BadRequestError
+from rollbook.inference.request import BadRequestError, GenerationRequest
 from tests.parts.inference.engines import (
     BYTES_PER_TOKEN,
     TinyModel,
@@ -414,6 +414,26 @@ async def test_a_preempted_request_does_not_report_its_own_prompt_as_cached(root
         assert engine.parts.scheduler.preemptions > 0
         assert [completion.cached_tokens for completion in completions] == [0, 0]
         assert engine.stats().cached_tokens == 0
+
+
+async def test_a_preempted_request_is_no_longer_followed_for_its_stream(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks: list[TokenChunk] = []
+    async with embedded(TinyModel(root=root), is_captured=True) as engine:
+        scheduler = engine.parts.scheduler
+        to_preempt, followed = scheduler.batch.to_preempt, list[int]()
+
+        def preempt() -> list[GenerationRequest]:
+            followed.append(len(scheduler._streaming))
+            running = [request for request in scheduler.table.requests() if request.tokens]
+            return running if scheduler.preemptions < 3 else to_preempt()
+
+        monkeypatch.setattr(scheduler.batch, "to_preempt", preempt)
+        done = await engine.submit([1, 2, 3], SamplingParams(max_tokens=30), on_tokens=chunks.append)
+        assert scheduler.preemptions == 3
+    assert max(followed) == 1
+    assert [token for chunk in chunks for token in chunk.token_ids] == done.token_ids.tolist()
 
 
 async def test_a_prompt_whose_prefill_starts_again_is_counted_once_as_cached(root: Path) -> None:

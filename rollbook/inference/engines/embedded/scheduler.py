@@ -433,5 +433,9 @@ class Scheduler:
             self._log.flush(request, self._processed_until())
             self._release(request)
             request.is_finished = False
+            # It was made for a round that does not run. The first round after the next prefill computes no draft.
+            request.draft = []
             self.preemptions += 1
+        # `join` adds them again.
+        self._streaming = [request for request in self._streaming if request not in requests]
         self._preempted.extend(requests)
