@@ -158,7 +158,8 @@ MACHINE_FAULTS: tuple[tuple[str, str], ...] = (
     (
         "a policy server has no memory for new weights, an adapter, a forward or its captured steps",
         "its cache of keys and values gets smaller, and requests wait for it. If it cannot get smaller, the update is refused, "
-        "and the run stops with the sizes and the settings that help",
+        "and the run stops with the sizes and the settings that help. A server whose weights were replaced only in part ends its "
+        "requests and samples nothing until an update succeeds",
     ),
     (
         "the trainer has no memory for the copy of its weights that policy servers read",

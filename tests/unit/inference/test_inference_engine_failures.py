@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.policy import Completion, SamplingParams
 from rollbook.contracts.weights import RawTensor, TensorSource, WeightsError
-from rollbook.inference.engine import EngineClosedError, GenerationError
+from rollbook.inference.engine import EngineClosedError, GenerationError, UnpublishedError
 from rollbook.inference.engines.embedded import build
 from rollbook.inference.engines.embedded.live_weights import LiveWeights, LoadPlan, Upload
 from rollbook.inference.engines.embedded.model.llama import LlamaForward, relative_error
@@ -41,12 +41,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("failures")
 
 
-def fail_at_call(monkeypatch: pytest.MonkeyPatch, number: int, owner: object, name: str) -> None:
+def fail_at_call(
+    monkeypatch: pytest.MonkeyPatch, number: int, owner: object, name: str, error: Exception | None = None
+) -> None:
     method, calls = getattr(owner, name), count(1)
 
     def failing(*args: Any, **options: Any) -> Any:
         if next(calls) == number:
-            raise RuntimeError("device failure")
+            raise error or RuntimeError("device failure")
         return method(*args, **options)
 
     monkeypatch.setattr(owner, name, failing)
@@ -331,6 +333,64 @@ async def test_a_request_that_has_no_memory_with_the_smallest_cache_fails_with_a
         assert all("2.00 GiB. Lower inference.kv_memory_mb" in str(error) for error in outcome)
         completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
     assert_faithful(tiny, [1, 2, 3], completion)
+
+
+async def test_a_cache_that_cannot_be_allocated_again_is_allocated_for_later_requests(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyModel(root=root)
+    prompts = some_prompts(6, 20, 60, seed=5)
+    async with embedded(tiny, is_captured=True, kv_memory_mb=10) as engine:
+        runner, empty = engine.parts.runner, torch.empty
+        assert isinstance(runner, PackedRunner)
+        with monkeypatch.context() as patch:
+
+            def no_blocks(*size: Any, **options: Any) -> torch.Tensor:
+                if len(size) == 5 and size[0]:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+                return empty(*size, **options)
+
+            fail_at_call(patch, 1, runner, "run", torch.OutOfMemoryError("CUDA out of memory"))
+            patch.setattr(torch, "empty", no_blocks)
+            async with asyncio.timeout(20):
+                for prompt in prompts[:3]:
+                    with pytest.raises(GenerationError, match="out of memory"):
+                        await engine.generate(prompt, SamplingParams(max_tokens=9))
+        async with asyncio.timeout(20):
+            completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=60)) for p in prompts))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert_faithful(tiny, prompt, completion)
+
+
+async def test_no_token_is_sampled_with_weights_that_were_replaced_in_part(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyModel(root=root)
+    greedy = SamplingParams(max_tokens=100, temperature=0.0)
+    async with embedded(tiny, is_captured=True, kv_memory_mb=10) as engine:
+        expected = await engine.generate([1, 2, 3], greedy)
+        apply, shrink = engine.parts.weights.apply, engine.parts.scheduler.batch.shrink
+
+        def out_of_memory(plan: LoadPlan) -> None:
+            for source, target in list(zip(plan.sources, plan.targets, strict=True))[::2]:
+                target.copy_(source)
+            out_of_memory_always()
+
+        monkeypatch.setattr(engine.parts.weights, "apply", out_of_memory)
+        monkeypatch.setattr(engine.parts.scheduler.batch, "shrink", lambda: False)
+        running = engine.submit([1, 2, 3], greedy)
+        await until(lambda: engine.stats().running == 1)
+        with pytest.raises(WeightsError, match="no memory to apply the new weights"):
+            await engine.load_weights(*tiny.weights(2))
+        with pytest.raises(UnpublishedError, match="were replaced in part"):
+            await running
+        with pytest.raises(UnpublishedError, match="were replaced in part"):
+            await engine.generate([1, 2, 3], greedy)
+        monkeypatch.setattr(engine.parts.weights, "apply", apply)
+        monkeypatch.setattr(engine.parts.scheduler.batch, "shrink", shrink)
+        await engine.load_weights(*tiny.weights(1))
+        again = await engine.generate([1, 2, 3], greedy)
+        assert again.token_ids.tolist() == expected.token_ids.tolist()
 
 
 async def test_an_update_without_memory_takes_it_from_the_cache_while_requests_wait(

@@ -44,7 +44,7 @@ from rollbook.inference.engines.embedded.model.capture import Capture
 from rollbook.inference.engines.embedded.model.llama import LlamaForward
 from rollbook.inference.engines.embedded.model.module import score_prompt
 from rollbook.inference.engines.embedded.probe import batch_dependent, probe
-from rollbook.inference.engines.embedded.thread import MEMORY_ADVICE, EngineThread
+from rollbook.inference.engines.embedded.thread import HALF_LOADED, MEMORY_ADVICE, EngineThread
 from rollbook.inference.pause import PauseMode, needs_loading, require_unpublished
 from rollbook.inference.request import GenerationRequest, checked_prompt, checked_request
 from rollbook.inference.weights.safetensors import read_published_weights, require_published
@@ -123,7 +123,7 @@ class TransformersEngine:
         self._updating = asyncio.Lock()
         self._named: dict[str, int] = {}
         """The slots of the named adapters."""
-        self._is_damaged = False
+        self._has_other_digest = False
         """The weights in use do not have the published digest. The same publication is then loaded again."""
         # One thread for all updates, because a GPU library initialises itself once for each thread.
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy-staging")
@@ -298,6 +298,8 @@ class TransformersEngine:
             raise EngineClosedError("the engine is closed")
         if self.thread.publication is None:
             raise UnpublishedError("no weights were published to this engine yet, so it does not sample")
+        if self.thread.is_half_loaded:
+            raise UnpublishedError(HALF_LOADED)
 
     async def load_weights(self, publication: Publication, path: Path, *, adapter: Adapter | None = None) -> None:
         await self._load(publication, lambda: self._plan(read_published_weights(path, publication), adapter))
@@ -388,7 +390,8 @@ class TransformersEngine:
 
     async def _load(self, publication: Publication, make_plan: Callable[[], LoadPlan]) -> None:
         async with self._updating:
-            if not needs_loading(self.thread.publication, publication) and not self._is_damaged:
+            is_intact = not self._has_other_digest and not self.thread.is_half_loaded
+            if not needs_loading(self.thread.publication, publication) and is_intact:
                 return
             started = time.time()
             plan = await self._planned(make_plan)
@@ -401,14 +404,18 @@ class TransformersEngine:
                 self.thread.fail_adapters(
                     named, UnknownAdapterError("the adapter was unloaded, because its base model was replaced")
                 )
-                self._is_damaged = True
+                self.thread.is_half_loaded = True
                 self._apply(plan)
-                self._is_damaged = False
+                self.thread.is_half_loaded = self._has_other_digest = False
                 self.thread.is_cache_outdated = self._config.kv_after_update is KvAfterUpdate.RECOMPUTE
                 self.thread.publication = publication
                 self._busy.updated(started, publication=publication.id, step=publication.step)
 
-            await self._applied(apply)
+            try:
+                await self._applied(apply)
+            except BaseException:
+                self.thread.end_if_half_loaded()
+                raise
 
     async def adopt(self, publication: Publication) -> None:
         async with self._updating:
@@ -432,7 +439,7 @@ class TransformersEngine:
             tensors = snapshot
         digest = await asyncio.to_thread(weights_digest, tensors)
         if publication is not None and publication == self.thread.publication and is_comparable:
-            self._is_damaged = digest != publication.digest
+            self._has_other_digest = digest != publication.digest
         return digest
 
     async def abort_all(self) -> int:

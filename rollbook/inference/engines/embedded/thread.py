@@ -18,7 +18,7 @@ import torch
 from rollbook.contracts.errors import is_out_of_memory
 from rollbook.contracts.policy import Completion, FinishReason, OnTokens, Publication, TokenChunk
 from rollbook.inference.config import InferenceConfig
-from rollbook.inference.engine import EngineClosedError, GenerationError
+from rollbook.inference.engine import EngineClosedError, GenerationError, UnpublishedError
 from rollbook.inference.engines.busy import IDLE_GAP_S, BusyPeriods
 from rollbook.inference.engines.embedded.build import EngineParts
 from rollbook.inference.engines.embedded.scheduler import RoundResults
@@ -28,6 +28,7 @@ from rollbook.inference.request import GenerationRequest
 Command = Callable[[], None]
 
 MEMORY_ADVICE = "Lower inference.kv_memory_mb, inference.max_running or inference.forward_tokens, or use another device"
+HALF_LOADED = "the weights were replaced in part by an update that failed: nothing is sampled until an update succeeds"
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class EngineThread:
         self.gate = Gate()
         self.publication: Publication | None = None
         self.is_cache_outdated = False
+        self.is_half_loaded = False
+        """An update replaced some of the weights and failed: nothing is sampled until an update succeeds."""
         self.is_closed = False
         # Written by the thread only, read by the event loop.
         self.admitted = self.completed = self.tokens = self.steps = 0
@@ -99,6 +102,10 @@ class EngineThread:
         await self.between_rounds(lambda: counts.append(self._abort(with_waiting=True)))
         return counts[0]
 
+    def end_if_half_loaded(self) -> None:
+        """End all requests with an error if the weights were replaced in part. Does not wait."""
+        self._inbox.put(self._end_if_half_loaded)
+
     def close(self) -> None:
         self.is_closed = True
         # An empty command wakes the thread.
@@ -141,6 +148,15 @@ class EngineThread:
         self._scheduler.cancel([request for request in users if request not in self._waiting])
         self.admitted += sum(request in users for request in self._waiting)
         self._waiting = deque(request for request in self._waiting if request not in users)
+
+    def _end_if_half_loaded(self) -> None:
+        if not self.is_half_loaded:
+            return
+        self._drain()
+        ended = [*self._scheduler.clear(), *self._waiting]
+        self.admitted += len(self._waiting)
+        self._waiting.clear()
+        self._return([(request.future, UnpublishedError(HALF_LOADED)) for request in ended])
 
     def _abort(self, *, with_waiting: bool) -> int:
         self._drain()
@@ -202,7 +218,9 @@ class EngineThread:
         self._return([(r.future, error) for r, error in results.failed])
 
     def _has_work(self) -> bool:
-        return self._may_admit() or (self._scheduler.num_running > 0 and self.gate.may_step)
+        return not self.is_half_loaded and (
+            self._may_admit() or (self._scheduler.num_running > 0 and self.gate.may_step)
+        )
 
     def _may_admit(self) -> bool:
         """Whether the first waiting request may join. While running requests finish, preempted ones join again."""

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.contracts.errors import is_out_of_memory
-from rollbook.inference.engines.embedded.paged.block_pool import BlockPool, RowBlocks
+from rollbook.inference.engines.embedded.paged.block_pool import SCRATCH, BlockPool, RowBlocks
 from rollbook.inference.engines.embedded.paged.runner import PackedRunner
 from rollbook.inference.engines.embedded.paged.step_input import PromptSlice
 from rollbook.inference.engines.embedded.row_table import RowTable
@@ -59,6 +59,8 @@ class PagedBatch:
         """The number of tokens that the blocks of each row hold."""
         self._prefills: list[_Prefill] = []
         self._rounds_waited = 0
+        self._least = self._cache.tables_SP.shape[1] + 1
+        """Blocks that the longest sequence needs, scratch included."""
 
     def num_admissible(self, waiting: Iterable[GenerationRequest]) -> int:
         running = self.table.num_owned
@@ -159,11 +161,11 @@ class PagedBatch:
             request.cached_kv.blocks.append(block)
 
     def shrink(self) -> bool:
-        """Half of the blocks, but never fewer than the longest sequence needs."""
-        least = self._cache.tables_SP.shape[1] + 1
+        """Half of the blocks, but never fewer than the longest sequence needs. If there is no memory for those either, the next
+        request allocates them."""
         self.pool.weights_changed()
         self._runner.forget_graphs()
-        while (num_blocks := max(least, self.pool.capacity // 2)) < self.pool.capacity:
+        while (num_blocks := max(self._least, self.pool.capacity // 2)) < self.pool.capacity:
             self.pool.shrink(num_blocks)
             try:
                 self._cache.replace(num_blocks)
@@ -171,6 +173,9 @@ class PagedBatch:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
+                if num_blocks == self._least:
+                    self.pool.shrink(SCRATCH + 1)
+                    self.pool.limit = self._least
         return False
 
     def weights_changed(self) -> None:
@@ -272,7 +277,11 @@ class PagedBatch:
         without_growth = pool.num_available(are_pins_kept=are_pins_kept) - (pool.limit - pool.capacity)
         if 2 * (pool.num_used + number) <= pool.capacity and number <= without_growth:
             return
-        if not self.grow(min(pool.limit, max(2 * pool.capacity, pool.capacity + number))):
+        if not self.grow(min(pool.limit, max(2 * pool.capacity, pool.capacity + number, self._least))):
+            if pool.capacity < self._least:
+                raise torch.OutOfMemoryError(
+                    f"the device has no memory for the {self._least} cache blocks of one sequence"
+                )
             log.warning(
                 "the device has no memory for more than %d cache blocks of %d tokens; from now on requests wait instead, or the "
                 "youngest are preempted. Set inference.kv_memory_mb to reserve memory",

@@ -77,17 +77,24 @@ class BlockCache:
             torch.cuda.empty_cache()
 
     def replace(self, num_blocks: int) -> None:
-        """Free all blocks, and allocate `num_blocks` without content."""
+        """Free all blocks, and allocate `num_blocks` without content. Without memory for all layers, there are none."""
+        self._free()
+        try:
+            for index in range(len(self.layers)):
+                self.layers[index] = torch.empty(num_blocks, *self._block_shape, dtype=self._dtype, device=self._device)
+            self._set_routes(num_blocks)
+        except RuntimeError:
+            self._free()
+            raise
+        self.num_blocks = num_blocks
+
+    def _free(self) -> None:
         self.generation += 1
         self.num_blocks = 0
         self.layers = [layer[:0].clone() for layer in self.layers]
         self.routes = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        for index in range(len(self.layers)):
-            self.layers[index] = torch.empty(num_blocks, *self._block_shape, dtype=self._dtype, device=self._device)
-        self._set_routes(num_blocks)
-        self.num_blocks = num_blocks
 
     def read_routes(self, blocks: Sequence[int], length: int) -> NDArray[Any] | None:
         """The experts chosen in the first `length` positions of a row with these blocks; None if they are not recorded."""
