@@ -42,7 +42,7 @@ def results(sample: RolloutSample) -> list[str]:
 
 
 @asynccontextmanager
-async def serving(authorization: bytes | None = None) -> AsyncIterator[str]:
+async def serving(authorization: bytes | None = None, *, port: int = 0) -> AsyncIterator[str]:
     """The server over streamable HTTP. With `authorization`, it refuses requests without this header."""
     served = server.streamable_http_app()
 
@@ -53,7 +53,7 @@ async def serving(authorization: bytes | None = None) -> AsyncIterator[str]:
         )
         await (PlainTextResponse("no", 401) if is_refused else served)(scope, receive, send)
 
-    sock = listening_socket("127.0.0.1", 0)
+    sock = listening_socket("127.0.0.1", port)
     web = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
     task = asyncio.create_task(web.serve(sockets=[sock]))
     try:
@@ -128,6 +128,18 @@ async def test_a_server_over_http_that_dies_in_an_episode_fails_it_and_is_no_res
         if process.returncode is None:
             process.kill()
         await process.wait()
+
+
+async def test_an_episode_waits_for_a_server_that_restarts_and_fails_without_one(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
+    mcp = {"numbers": {"url": f"http://127.0.0.1:{unused_tcp_port}/mcp"}}
+    with pytest.raises(EpisodeError, match=r"rollout.settings.mcp.numbers: the server cannot be used: ConnectError"):
+        await play(tmp_path, [], mcp=mcp)
+    playing = asyncio.create_task(play(tmp_path, [call("add", number=3), "Three.<|im_end|>"], mcp=mcp))
+    await asyncio.sleep(0.3)
+    async with serving(port=unused_tcp_port):
+        assert results(await playing)[0].isdigit()
 
 
 async def _until_it_listens(port: int) -> None:

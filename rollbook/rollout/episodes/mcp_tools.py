@@ -7,6 +7,7 @@ it is not scored and is played again. What the policy gets wrong is a result tha
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from mcp.client import Transport
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CONNECTION_CLOSED, CallToolResult, TextContent
 
+from rollbook.concurrency.retry import backoff
 from rollbook.contracts.decoding import load_json
 from rollbook.contracts.errors import EpisodeError, RunError
 from rollbook.contracts.user_errors import describe_error
@@ -25,6 +27,8 @@ from rollbook.rollout.episodes.tools import MAX_RESULT_CHARS, McpServerSettings,
 
 HTTP_TIMEOUT = httpx2.Timeout(30.0, read=300.0)
 """Those of the SDK, which are long for reading: a tool may take its time, and has a limit of its own."""
+RESTART_S = 5.0
+"""How long a server may refuse connections: it may be restarting. Longer than that, episodes fail, and then the run."""
 MAX_PAGES = 100
 """Of a server's list of tools."""
 
@@ -85,10 +89,7 @@ async def open_mcp_tools(servers: Mapping[str, McpServerSettings]) -> AsyncItera
 async def _connect(stack: AsyncExitStack, name: str, server: McpServerSettings) -> list[PolicyTool]:
     try:
         async with asyncio.timeout(server.start_s):
-            connection = Client(await _address(stack, name, server))
-            client = await connection.__aenter__()
-            stack.push_async_exit(partial(_close, name, connection))
-            return await _listed(name, client, server)
+            return await _listed(name, await _open(stack, name, server), server)
     except RunError:
         raise
     except TimeoutError as error:
@@ -96,6 +97,21 @@ async def _connect(stack: AsyncExitStack, name: str, server: McpServerSettings) 
         raise EpisodeError(f"rollout.settings.mcp.{name}: the server cannot be used: {cause}") from error
     except Exception as error:
         raise EpisodeError(f"rollout.settings.mcp.{name}: the server cannot be used: {_cause(error)}") from error
+
+
+async def _open(stack: AsyncExitStack, name: str, server: McpServerSettings) -> Client:
+    give_up, waits = time.monotonic() + RESTART_S, backoff(first_s=0.2)
+    while True:
+        connection = Client(await _address(stack, name, server))
+        try:
+            client = await connection.__aenter__()
+        except Exception as error:
+            if not isinstance(_first(error), httpx2.ConnectError) or time.monotonic() >= give_up:
+                raise
+            await asyncio.sleep(next(waits))
+        else:
+            stack.push_async_exit(partial(_close, name, connection))
+            return client
 
 
 async def _close(name: str, connection: Client, *error: Any) -> None:
@@ -106,10 +122,15 @@ async def _close(name: str, connection: Client, *error: Any) -> None:
         raise EpisodeError(f"the connection to the MCP server {name!r} ended: {_cause(group)}") from group
 
 
-def _cause(error: Exception) -> str:
+def _first(error: Exception) -> Exception:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+    return error
+
+
+def _cause(error: Exception) -> str:
+    first = _first(error)
+    return f"{type(first).__name__}: {first}"
 
 
 async def _address(
