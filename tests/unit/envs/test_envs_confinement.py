@@ -110,12 +110,13 @@ def test_only_sandbox_processes_with_a_dead_owner_are_orphans(tmp_path: Path) ->
     assert orphaned_processes(tmp_path) == [101]
 
 
+@pytest.mark.parametrize("folder", ["site-packages/empty", "wheels/a_package-1.0.dist-info"])
 async def test_a_sandbox_process_finds_packages_of_the_search_path_and_no_project(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    packages, project = tmp_path / "site-packages", tmp_path / "project"
-    for directory in (packages, project, tmp_path / "private"):
-        directory.mkdir()
+    packages, project = (tmp_path / folder).parent, tmp_path / "project"
+    for directory in (tmp_path / folder, project, tmp_path / "private"):
+        directory.mkdir(parents=True)
     (project / "of_the_project.py").touch()
     (packages / "a_package.py").write_text(
         "import importlib.util\nprint(importlib.util.find_spec('of_the_project'))\n", encoding="utf-8"
