@@ -80,6 +80,8 @@ def package_root() -> str:
 def is_of_packages(path: str) -> bool:
     """Whether an entry of the module search path has installed packages, not the project of the user. Installers write a folder
     `NAME.dist-info` beside each."""
+    if not path:
+        return False  # the working directory
     return Path(path).name in {"site-packages", "dist-packages"} or any(Path(path).glob("*.dist-info"))
 
 
