@@ -149,6 +149,8 @@ async def test_cancelling_frees_the_slot(tiny: TinyModel, name: str) -> None:
         await engine.pause(PauseMode.KEEP)
         sampled = engine.stats().tokens
         long.cancel()
+        # The cancellation reaches the engine with the next iterations of the event loop, and `resume` must come after it.
+        await asyncio.sleep(0.01)
         next_in_slot = engine.submit([2], SamplingParams(max_tokens=2))
         await engine.resume()
         assert len((await next_in_slot).token_ids) == 2

@@ -263,6 +263,30 @@ async def test_a_closed_engine_refuses_weights_as_it_refuses_requests(root: Path
             await call
 
 
+async def test_an_engine_whose_thread_fails_ends_its_requests_and_the_task_that_opened_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise AssertionError("a block is free twice")
+
+    requests: list[asyncio.Future[Completion]] = []
+
+    async def serve() -> None:
+        async with embedded(TinyModel(root=root), max_running=1) as engine:
+            monkeypatch.setattr(engine.parts.scheduler, "cancel", fail)
+            requests.extend(engine.submit([n], SamplingParams(max_tokens=400)) for n in range(3))
+            await until(lambda: engine.stats().running == 1)
+            requests[0].cancel()
+            async with asyncio.timeout(10):
+                await asyncio.Event().wait()
+
+    with pytest.raises(AssertionError, match="a block is free twice"):
+        await serve()
+    for request in requests[1:]:
+        with pytest.raises(EngineClosedError):
+            await request
+
+
 @pytest.mark.parametrize("failing", ["copy_out", "collect"])
 async def test_requests_at_their_limit_fail_too_when_their_launch_fails_late(
     root: Path, monkeypatch: pytest.MonkeyPatch, failing: str

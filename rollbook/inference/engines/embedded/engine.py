@@ -78,7 +78,10 @@ async def open_engine(
     shared_base: Path | None = None,
     compare: ProbeComparison | None = None,
 ) -> AsyncIterator["TransformersEngine"]:
-    """Load the model and start the engine's thread. On exit, the remaining requests fail. `compare`: see `check_exactness`."""
+    """Load the model and start the engine's thread. On exit, the remaining requests fail. `compare`: see `check_exactness`.
+
+    If the thread fails, the task that entered is cancelled, and the exit raises the cause.
+    """
     if model_dir is None:
         raise RunError("the transformers engine needs a model directory")
     torch.set_num_threads(config.threads)
@@ -86,6 +89,9 @@ async def open_engine(
     parts = await asyncio.to_thread(build_parts, config, model_dir, capture=capture, shared_base=shared_base)
     engine = TransformersEngine(parts, config, loop=asyncio.get_running_loop(), spans=spans)
     thread = threading.Thread(target=engine.thread.run, name="policy-engine", daemon=True)
+    owner = asyncio.current_task()
+    assert owner is not None
+    engine.thread.on_failure = owner.cancel
     thread.start()
     try:
         await engine.warm_up()
@@ -94,6 +100,11 @@ async def open_engine(
         engine.opening_s = time.perf_counter() - started
         with prompt_launches() if parts.model.device.type == "cuda" else nullcontext():
             yield engine
+    except asyncio.CancelledError:
+        if engine.thread.failure is None:
+            raise
+        owner.uncancel()
+        raise engine.thread.failure from None
     finally:
         engine.close()
         await asyncio.to_thread(thread.join)

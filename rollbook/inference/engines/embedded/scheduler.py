@@ -191,11 +191,14 @@ class Scheduler:
         with torch.inference_mode():
             self._process_launched(results)
 
+    def unfinished(self) -> list[GenerationRequest]:
+        """All requests. Those that have launched all their tokens have left their rows already."""
+        ending = [request for launched in self._launched for request in launched.ending if not request.is_finished]
+        return [*ending, *self.table.requests()]
+
     def clear(self) -> list[GenerationRequest]:
         """Remove all requests. They keep the tokens processed so far; call `drain` first to keep all of them."""
-        # Requests that have launched all their tokens have left their rows, but are not finished.
-        ending = [request for launched in self._launched for request in launched.ending if not request.is_finished]
-        requests = [*ending, *self.table.requests()]
+        requests = self.unfinished()
         for request in requests:
             self._log.flush(request, self._processed_until())
             self._release(request)

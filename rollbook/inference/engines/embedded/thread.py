@@ -45,6 +45,10 @@ class EngineThread:
         self.is_half_loaded = False
         """An update replaced some of the weights and failed: nothing is sampled until an update succeeds."""
         self.is_closed = False
+        self.failure: BaseException | None = None
+        """What ended the thread, if it was not `close`. A forward that fails does not."""
+        self.on_failure: Callable[[], object] = lambda: None
+        """Called on the event loop after such an end."""
         # Written by the thread only, read by the event loop.
         self.admitted = self.completed = self.tokens = self.steps = 0
         self.shrinks = 0
@@ -69,13 +73,13 @@ class EngineThread:
 
     async def between_rounds(self, command: Command) -> None:
         """Run a command in the thread, between two rounds. Raises what it raises, and `EngineClosedError` after `close`."""
-        if self.is_closed:
-            raise EngineClosedError("the engine is closed")
+        self._require_open()
         done: asyncio.Future[None] = self._loop.create_future()
 
         def execute() -> None:
             error: Exception | None = None
             try:
+                self._require_open()
                 command()
             except Exception as raised:
                 error = raised
@@ -119,20 +123,31 @@ class EngineThread:
         Takes:  requests and commands, from the inbox.
         Gives:  completions, through the event loop.
         Waits:  for the inbox, when no request runs or may run.
-        Ends:   after `close`; the remaining requests fail.
+        Ends:   after `close`, or if what surrounds the forwards fails; the remaining requests fail.
         """
-        with self._device_stream():
-            while self._read_inbox():
-                if self._has_work():
-                    self._round()
-                elif self._scheduler.has_launched:
-                    self._drain()
-                self._notify_drained()
-            self._busy.end_period()
-            self._fail_all(EngineClosedError("the engine was closed before the request finished"))
+        try:
+            with self._device_stream():
+                while self._read_inbox():
+                    if self._has_work():
+                        self._round()
+                    elif self._scheduler.has_launched:
+                        self._drain()
+                    self._notify_drained()
+                self._busy.end_period()
+        except BaseException as error:
+            log.exception("the thread of the engine failed")
+            self.failure = error
+        # On the event loop, so that nothing is added to the inbox meanwhile.
+        self._loop.call_soon_threadsafe(self._fail_all)
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise EngineClosedError("the engine is closed")
 
     def _cancel(self, cancelled: Sequence[GenerationRequest]) -> None:
         """Free the slots of cancelled requests, and remove them from the queue."""
+        if self.is_closed:
+            return
         self._scheduler.cancel(cancelled)
         waiting = deque(request for request in self._waiting if not request.future.done())
         self.admitted += len(self._waiting) - len(waiting)
@@ -150,7 +165,7 @@ class EngineThread:
         self._waiting = deque(request for request in self._waiting if request not in users)
 
     def _end_if_half_loaded(self) -> None:
-        if not self.is_half_loaded:
+        if not self.is_half_loaded or self.is_closed:
             return
         self._drain()
         ended = [*self._scheduler.clear(), *self._waiting]
@@ -345,18 +360,23 @@ class EngineThread:
             self.completed += len(outcomes)
             self._loop.call_soon_threadsafe(_complete, outcomes)
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self) -> None:
+        """After the end of the thread, on the event loop."""
+        self.is_closed = True
+        error = EngineClosedError("the engine was closed before the request finished")
         while True:
             try:
                 arrival = self._inbox.get_nowait()
             except Empty:
                 break
             self._accept(arrival)
-        remaining = [*self._scheduler.clear(), *self._waiting]
+        remaining = [*self._scheduler.unfinished(), *self._waiting]
         self._waiting.clear()
-        self._return([(request.future, error) for request in remaining])
+        _complete([(request.future, error) for request in remaining])
         for waiter in self._drain_waiters:
-            self._loop.call_soon_threadsafe(_settle, waiter, error)
+            _settle(waiter, error)
+        if self.failure is not None:
+            self.on_failure()
 
 
 def _is_preempted(waiting: GenerationRequest) -> bool:
