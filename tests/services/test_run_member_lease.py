@@ -5,11 +5,12 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rollbook.contracts.admission import MemberId, MemberRole
-from rollbook.contracts.errors import RunError
+from rollbook.contracts.admission import MemberId, MemberReply, MemberRole
+from rollbook.contracts.errors import RunError, TransientError
 from rollbook.ledger.client.client import LedgerClient, open_ledger_client
 from rollbook.ledger.service import Ledger
 from rollbook.run.supervision.membership import member_lease
@@ -72,6 +73,29 @@ async def test_a_supervisor_whose_lease_ended_is_told_and_does_not_join_again(
         await service.leave_member(RUN, (await ids(client))[0])
         assert "join again" in await asyncio.wait_for(lost.get(), 30)
         assert await ids(client) == []
+
+
+async def test_a_member_whose_lease_ended_joins_again_even_if_the_first_attempt_fails(
+    ledger: tuple[LedgerClient, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, service = ledger
+    async with member_lease(client, name="p", role=MemberRole.POLICY, address="http://p", log=LOG, lease_s=LEASE_S):
+        (first,) = await ids(client)
+        join, attempts = client.join_member, list[str]()
+
+        async def unreachable_once(**fields: Any) -> MemberReply:
+            attempts.append(fields["name"])
+            if len(attempts) == 1:
+                raise TransientError("the ledger is unreachable")
+            return await join(**fields)
+
+        monkeypatch.setattr(client, "join_member", unreachable_once)
+        await service.leave_member(RUN, first)
+        async with asyncio.timeout(20):
+            while not (found := await ids(client)):  # noqa: ASYNC110 - polled over HTTP
+                await asyncio.sleep(0.02)
+        assert found != [first]
+        assert len(attempts) == 2
 
 
 async def test_a_policy_server_whose_lease_ended_joins_again_as_a_new_member(

@@ -64,16 +64,22 @@ async def member_lease(
 
     async def beat() -> None:
         nonlocal member
+        beat_s = lease_s / BEATS_PER_LEASE
         publication, load = report()
+        is_member = True
         while True:
             # Other members wait for a new publication; it is reported before the next heartbeat is due.
-            for _ in range(CHECKS_PER_BEAT):
+            for _ in range(CHECKS_PER_BEAT if is_member else 0):
                 before = publication
-                await asyncio.sleep(lease_s / BEATS_PER_LEASE / CHECKS_PER_BEAT)
+                await asyncio.sleep(beat_s / CHECKS_PER_BEAT)
                 publication, load = report()
                 if publication != before:
                     break
             try:
+                if not is_member:
+                    member = await join()
+                    is_member = True
+                    continue
                 sent = time.time()
                 reply = await ledger.heartbeat_member(member, publication=publication, load=load)
                 if WALL_CLOCK.measure(sent=sent, received=time.time(), reported=reply.time):
@@ -83,9 +89,11 @@ async def member_lease(
                 if on_lost is not None:
                     on_lost(str(error))
                     return
-                member = await join()
+                is_member = False
             except TransientError as error:
                 log.warning("run.member_heartbeat_failed", name=name, cause=str(error))
+                if not is_member:
+                    await asyncio.sleep(beat_s)
 
     beating = asyncio.create_task(beat(), name=f"run.member.{name}")
     try:
