@@ -4,6 +4,7 @@ They are members of the run, on this machine or wherever the host places them. L
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -87,11 +88,10 @@ class ExtraProcesses:
                 while True:
                     self._scale = Scale.read(self._directory) or self._scale
                     for role, wanted in self._wanted().items():
-                        names = [f"{role}-extra-{number}" for number in range(1, wanted + 1)]
-                        for name in (name for name in names if name not in self._own):
+                        own = [name for name, process in self._own.items() if process.role == role]
+                        for name in self._free_names(role, wanted - len(own)):
                             group.create_task(self._keep(role, name), name=f"run.keep.{name}")
-                        surplus = [n for n, p in self._own.items() if p.role == role and n not in names]
-                        for name in surplus:
+                        for name in own[wanted:]:
                             leaving = self._own.pop(name).leave(within_s=self._config.cluster.drain_s)
                             group.create_task(leaving, name=f"run.leave.{name}")
                     await asyncio.sleep(POLL_S)
@@ -99,6 +99,12 @@ class ExtraProcesses:
                 self._is_stopping = True
                 await asyncio.gather(*(process.stop() for process in self._own.values()))
                 self._own.clear()
+
+    def _free_names(self, role: str, number: int) -> list[str]:
+        """A process that still leaves keeps its name: in the ledger, another one of that name would take its lease."""
+        used = {process.name for process in self._all}
+        free = (name for n in itertools.count(1) if (name := f"{role}-extra-{n}") not in used)
+        return list(itertools.islice(free, max(0, number)))
 
     def _wanted(self) -> dict[str, int]:
         """The number of processes by role. Without Ray, trainer ranks join from other machines."""
