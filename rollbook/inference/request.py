@@ -43,11 +43,11 @@ def _unpickle_bad_request(message: str, param: str | None) -> BadRequestError:
 class GenerationRequest:
     """Used by its engine only. A caller aborts it by cancelling `future`.
 
-    `adapter` is the slot of its adapter, 0 for the policy. These fields belong to the embedded engine: `order` (of arrival), `row`,
-    `segments` (row, first round, round after the last), `is_finished`, `weights_generation` (of the keys and values in its row),
-    `draft` (tokens that the next round computes ahead), `lookup` (where drafts are from), `cached_kv` (a copy of them),
-    `cached_tokens` (the part of its prompt that was taken from the prefix cache) and `routes` (the
-    experts chosen for its tokens, once it is complete).
+    `adapter` is the slot of its adapter, 0 for the policy. These fields belong to the embedded engine: `order` (of arrival), `row`
+    (-1 until it joins for the first time), `segments` (row, first round, round after the last), `is_finished`,
+    `weights_generation` (of the keys and values in its row), `cached_kv` (a copy of these, or their blocks), `cached_tokens` (the
+    part of its prompt that was taken from the prefix cache), `draft` (tokens that the next round computes ahead), `lookup` (makes
+    the drafts) and `routes` (the experts chosen for its tokens, once it is complete).
     """
 
     __slots__ = (

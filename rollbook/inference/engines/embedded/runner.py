@@ -68,7 +68,7 @@ class Runner:
         self._device = model.device
         # Exact sampling needs float64, which Apple GPUs do not support: there, tokens are sampled on the CPU.
         self._sampling_device = torch.device("cpu") if model.device.type == "mps" else model.device
-        # Of each row, and one that is not used; then the same for each drafted token.
+        # A column for each row, and one for padding; then as many for each drafted token.
         columns = (max_rows + 1) * (1 + draft_tokens)
         self._depth = 1
         self._tokens_S = torch.zeros(columns, dtype=torch.long, device=self._device)

@@ -67,8 +67,8 @@ class PackedRunner:
         self._capture = capture
         self._device = model.device
         self._max_rows, self._max_tokens = max_rows, max_tokens
-        # The last row takes the results of padding. One tensor, so that one transfer brings both to the host. After it, the same
-        # for each drafted token.
+        # A column for each row, and one for padding; then as many for each drafted token. Tokens and logprobs are in one tensor, so
+        # that one transfer brings both to the host.
         columns = (max_rows + 1) * (1 + draft_tokens)
         self._max_lines = max_rows * (1 + draft_tokens)
         self._depth = 1
