@@ -18,6 +18,7 @@ from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.engines.batching import SlotBudget
 from rollbook.inference.engines.embedded.engine import open_engine
+from rollbook.inference.engines.embedded.model.fixed_states import FixedStates
 from rollbook.inference.pause import PauseMode
 from rollbook.inference.weights.lora import read_adapter
 from tests.models.families import family
@@ -202,3 +203,20 @@ async def test_a_model_without_a_limit_of_length_needs_max_model_len(root: Path)
     with pytest.raises(RunError, match=r"set inference\.max_model_len"):
         async with embedded(tiny, kv_memory_mb=20):
             pass
+
+
+async def test_a_row_that_moved_leaves_no_state_behind(root: Path) -> None:
+    tiny, settings = prepared(root, "qwen3_5_text", max_running=6)
+    prompts = some_prompts(18, 3, 40)
+    async with embedded(tiny, is_captured=True, **settings) as engine:
+        slots = engine.parts.runner.slots
+        assert isinstance(slots, FixedStates)
+        # Those that joined first end first, so the rows after them move.
+        limits = [3 + 37 * number % 60 for number in range(len(prompts))]
+        completions = await asyncio.gather(
+            *(engine.generate(p, SamplingParams(max_tokens=n)) for p, n in zip(prompts, limits, strict=True))
+        )
+        await until(lambda: engine.stats().running == 0)
+        assert (slots._lengths, slots._alone) == ({}, {})
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert_faithful(tiny, prompt, completion)

@@ -221,4 +221,5 @@ class SlotCapacity:
                     (target, round_number, None),
                 ]
             table.move(source, target)
+            self._slots.release(source)
         return table.extent
