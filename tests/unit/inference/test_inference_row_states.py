@@ -17,6 +17,7 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import SamplingParams
 from rollbook.contracts.weights import Adapter
 from rollbook.inference.engines.batching import SlotBudget
+from rollbook.inference.engines.embedded.captured_runner import CapturedRunner
 from rollbook.inference.engines.embedded.engine import open_engine
 from rollbook.inference.engines.embedded.model.fixed_states import FixedStates
 from rollbook.inference.pause import PauseMode
@@ -209,8 +210,9 @@ async def test_a_row_that_moved_leaves_no_state_behind(root: Path) -> None:
     tiny, settings = prepared(root, "qwen3_5_text", max_running=6)
     prompts = some_prompts(18, 3, 40)
     async with embedded(tiny, is_captured=True, **settings) as engine:
-        slots = engine.parts.runner.slots
-        assert isinstance(slots, FixedStates)
+        runner = engine.parts.runner
+        assert isinstance(runner, CapturedRunner)
+        assert isinstance(slots := runner.slots, FixedStates)
         # Those that joined first end first, so the rows after them move.
         limits = [3 + 37 * number % 60 for number in range(len(prompts))]
         completions = await asyncio.gather(
