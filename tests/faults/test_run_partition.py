@@ -12,9 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollbook.access.tokens import read_token
+from rollbook.contracts.batch import EndOfRun
+from rollbook.contracts.policy import Publication, PublicationId
+from rollbook.ledger.http.verb import Verb
+from rollbook.ledger.http.verbs import VERBS, Acknowledge, Batch, Checkpointed, Confirm, Finish, Register
 from rollbook.run.directory import RunDirectory
 from tests.parts.run.network import Machine, machines
 from tests.parts.run.small import REPOSITORY, SmallRun
@@ -63,8 +68,9 @@ def send(machine: Machine, *requests: tuple[str, str, str, Any]) -> list[tuple[s
         input=json.dumps(requests),
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
+    assert sent.returncode == 0, sent.stdout + sent.stderr
     return [tuple(json.loads(line)) for line in sent.stdout.splitlines()]
 
 
@@ -94,26 +100,29 @@ def separate(machine: Machine, directory: Path, run: SmallRun) -> None:
 def require_refused(machine: Machine, directory: RunDirectory, ledger: str, token: str, status: dict[str, Any]) -> None:
     """Every request of the trainer of this status, sent from its machine, is refused as outdated."""
     step, epoch = status["acknowledged_step"], status["epoch"]
-    publication = {"id": 1_000_000, "epoch": epoch, "step": step, "digest": "f" * 32}
-    requests: dict[str, dict[str, Any]] = {
-        "batch": {"step": step + 1, "wait_s": 0.0},
-        "payloads": {"step": step},
-        "acknowledge": {"step": step, "weights_digest": "f" * 32},
-        "register": {"step": step, "weights_digest": "f" * 32},
-        "confirm": {"publication": publication},
-        "checkpointed": {"step": step, "oldest_kept": 0},
-        "finish": {"reason": "stopped"},
+    publication = Publication(id=PublicationId(1_000_000), epoch=epoch, step=step, digest="f" * 32)
+    requests: list[Verb[Any]] = [
+        Batch(step=step + 1, epoch=epoch, wait_s=0.0),
+        Acknowledge(step=step, epoch=epoch, weights_digest="f" * 32),
+        Register(step=step, epoch=epoch, weights_digest="f" * 32),
+        Confirm(publication=publication, epoch=epoch),
+        Checkpointed(step=step, epoch=epoch, oldest_kept=0),
+        Finish(reason=EndOfRun.STOPPED, epoch=epoch),
+    ]
+    assert {type(request) for request in requests} == {
+        verb.request for verb in VERBS if "epoch" in verb.request.__struct_fields__
     }
+    urls = [f"{ledger}/{request.declaration.path.removeprefix('/v1/runs/{run}/')}" for request in requests]
     replies = send(
-        machine, *(("POST", f"{ledger}/{name}", token, {**body, "epoch": epoch}) for name, body in requests.items())
+        machine, *(("POST", url, token, msgspec.to_builtins(r)) for url, r in zip(urls, requests, strict=True))
     )
-    assert [(url, code) for url, code, _ in replies] == [(f"{ledger}/{name}", 409) for name in requests], replies
+    assert [(url, code) for url, code, _ in replies] == [(url, 409) for url in urls], replies
 
     members = send(machine, ("GET", f"{ledger}/members", token, None))[0][2]
     own = json.loads(directory.addresses_file.read_text(encoding="utf-8"))["policy"].split(",")
     servers = [*own, *(member["address"] for member in members if member["role"] == "policy")]
     assert len(servers) == 2
-    update = {"publication": publication["id"], "step": step, "epoch": epoch, "digest": "f" * 32, "path": "/nowhere"}
+    update = {"publication": publication.id, "step": step, "epoch": epoch, "digest": "f" * 32, "path": "/nowhere"}
     key = read_token(directory.token_file)
     replies = send(machine, *(("POST", f"{url}/update_weights", key, {"update_info": update}) for url in servers))
     assert [(code, reply["error"]["type"]) for _, code, reply in replies] == [(409, "outdated_update")] * 2, replies
