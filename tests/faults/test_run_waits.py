@@ -112,8 +112,9 @@ def test_a_process_that_hangs_while_it_starts_is_named_with_its_line(tmp_path: P
 
 
 def test_a_ledger_that_does_not_respond_is_named_and_ends_the_run(tmp_path: Path) -> None:
-    """It accepts connections and answers 503: each process waits `ledger.request_s`, is restarted, and is given up."""
-    run = SmallRun(tmp_path, ["ledger.request_s=2", "run.most_quick_deaths=2"])
+    """It accepts connections and answers 503: each process waits `ledger.request_s`, which is longer than `waits.REPORT_S`, is
+    restarted, and is given up."""
+    run = SmallRun(tmp_path, ["ledger.request_s=8", "run.most_quick_deaths=2"])
     run.plant(
         """
 from rollbook.ledger.service import Ledger
