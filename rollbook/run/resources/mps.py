@@ -15,6 +15,7 @@ from rollbook.run.resources.machine import driver_gpus, visible
 
 PROGRAM = "nvidia-cuda-mps-control"
 PIPES, LOGS, DEVICES = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_VISIBLE_DEVICES"
+PRIORITY, BELOW_NORMAL = "CUDA_MPS_CLIENT_PRIORITY", "1"
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")
 """Where CUDA looks for a server if `PIPES` is not set."""
 OPTIONAL_MPS = "optional"
@@ -38,10 +39,14 @@ def mps_directory(directory: RunDirectory) -> Path:
     return machine_directory(directory.id, "mps")
 
 
-def mps_environment(directory: RunDirectory, gpus: Sequence[int]) -> dict[str, str]:
-    """What a process needs to use the run's server. `gpus`: its own; empty: all."""
+def mps_environment(directory: RunDirectory, gpus: Sequence[int], *, is_trainer: bool = False) -> dict[str, str]:
+    """What a process needs to use the run's server. `gpus`: its own; empty: all.
+
+    The kernels of a decode step are short and depend on each other. Without a lower priority of the trainer, each of them waits for
+    thread blocks of a training pass, and the trainer then waits for its next batch.
+    """
     place = str(mps_directory(directory))
-    return {PIPES: place, LOGS: place, **mps_devices(gpus)}
+    return {PIPES: place, LOGS: place, **({PRIORITY: BELOW_NORMAL} if is_trainer else {}), **mps_devices(gpus)}
 
 
 def without_mps(config: RunConfig) -> RunConfig:

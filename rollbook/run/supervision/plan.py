@@ -114,8 +114,9 @@ def environment_of(config: RunConfig, directory: RunDirectory, name: str, role: 
         found |= quota_variable(config.sandbox, machine_directory(directory.id, "sandboxes") / "quota")
     if gpus:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    is_client = name in (*policies, "trainer", "base")
-    return {**found, **mps_environment(directory, gpus)} if config.resources.mps and is_client else found
+    if config.resources.mps and name in (*policies, "trainer", "base"):
+        found |= mps_environment(directory, gpus, is_trainer=name == "trainer")
+    return found
 
 
 def start_without_mps(start: ProcessStart, config: RunConfig) -> ProcessStart:

@@ -257,6 +257,8 @@ def test_clients_see_their_gpus_by_identity_unless_there_is_only_one(
     assert {name for name, start in starts.items() if mps.PIPES in start.environment} == clients
     assert {starts[name].environment.get("CUDA_VISIBLE_DEVICES") for name in clients} == {seen}
     assert {starts[name].environment[mps.PIPES] for name in clients} == {str(mps.mps_directory(directory))}
+    lower = {name for name, start in starts.items() if start.environment.get(mps.PRIORITY) == mps.BELOW_NORMAL}
+    assert lower == {"trainer"}, "decode steps do not wait for a training pass"
     assert {name: start.needs for name, start in starts.items() if start.needs} == {
         "base": ("mps",),
         "policy": ("mps", "base"),
