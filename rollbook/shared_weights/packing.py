@@ -48,6 +48,36 @@ def headers_of(weights: Mapping[str, Tensor]) -> list[TensorHeader]:
     return [(name, NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in weights.items()]
 
 
+@dataclass(frozen=True, slots=True)
+class CopiedWhenRead:
+    """A tensor on any device as plain bytes in main memory, for a digest; satisfies `RawTensor`.
+
+    Each reading of `data` is a copy, so that a digest never has all tensors of a GPU in main memory. Copies of a GPU are in pinned
+    memory, which is several times faster; torch keeps it for the next copy of that size.
+    """
+
+    name: str
+    tensor: Tensor
+
+    @property
+    def dtype(self) -> str:
+        return NAMES[self.tensor.dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def data(self) -> memoryview:
+        tensor = self.tensor.detach()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        host.copy_(tensor, non_blocking=tensor.is_cuda)
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+        data: memoryview = host.reshape(-1).view(torch.uint8).numpy().data
+        return data
+
+
 def header_fields(headers: Sequence[TensorHeader]) -> dict[str, Any]:
     """The headers as fields of an `UpdateInfo`."""
     return {

@@ -1,7 +1,6 @@
 """Loads the frozen base of adapters into memory that trainer and policy servers share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from rollbook.contracts.weights import weights_digest
 from rollbook.shared_weights.base import BaseOwner, NotSharedError, SharedBase
 from rollbook.shared_weights.files import WeightFiles
 from rollbook.shared_weights.modules import assign, empty_model, load_text_model, named_weights
-from rollbook.shared_weights.packing import NAMES, headers_of
+from rollbook.shared_weights.packing import CopiedWhenRead, headers_of
 from rollbook.trainer.model.weights import as_in_files
 
 ADAPTER_FILE = "adapter_config.json"
@@ -28,32 +27,11 @@ def own_base(directory: Path, *, dtype: str, device: str) -> tuple[BaseOwner, st
         module, read = _source(directory, getattr(torch, dtype))
         base = BaseOwner(headers_of(named_weights(module)), read, device=device)
         weights = as_in_files(module, base.tensors)
-        return base, weights_digest(_CopiedWhenRead(name, tensor) for name, tensor in weights.items())
+        return base, weights_digest(CopiedWhenRead(name, tensor) for name, tensor in weights.items())
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         if isinstance(error, RunError) or is_out_of_memory(error):
             raise
         raise RunError(f"cannot load a model from {directory}: {type(error).__name__}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _CopiedWhenRead:
-    """Satisfies `RawTensor`. The whole base of a GPU in main memory would be too much."""
-
-    name: str
-    tensor: Tensor
-
-    @property
-    def dtype(self) -> str:
-        return NAMES[self.tensor.dtype]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def data(self) -> memoryview:
-        data: memoryview = self.tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        return data
 
 
 def module_of(directory: Path, base: SharedBase) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,25 @@ async def test_nan_keys_do_not_stay_in_a_slot(root: Path, tmp_path: Path) -> Non
         completions = await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=9)) for p in prompts))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert_faithful(tiny.model(3), prompt, completion)
+
+
+async def test_the_weights_are_digested_while_steps_run(root: Path) -> None:
+    """A trainer has them digested after each publication in GPU memory: a model of 1.5B would not decode for half a second."""
+    tiny = TinyModel(root=root)
+    publication, path = tiny.weights(2)
+    is_over = threading.Event()
+
+    def long_round() -> None:
+        is_over.wait()
+
+    async with embedded(tiny) as engine:
+        await engine.load_weights(publication, path)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(engine.thread.between_rounds(long_round), name="long round")
+            try:
+                assert await asyncio.wait_for(engine.weights_digest(), 60) == publication.digest
+            finally:
+                is_over.set()
 
 
 async def test_weights_of_another_model_are_refused_and_nothing_changes(root: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -23,7 +23,7 @@ import torch
 from rollbook.concurrency.gpu_launches import prompt_launches
 from rollbook.contracts.errors import RunError, is_out_of_memory
 from rollbook.contracts.policy import Completion, OnTokens, Publication, SamplerExactness, SamplingParams, TokenIds
-from rollbook.contracts.weights import Adapter, RawTensor, TensorSource, WeightsError, weights_digest
+from rollbook.contracts.weights import Adapter, TensorSource, WeightsError
 from rollbook.inference.config import InferenceConfig, KvAfterUpdate
 from rollbook.inference.engine import (
     BASE_MODEL,
@@ -434,23 +434,13 @@ class TransformersEngine:
             self.thread.publication = publication
 
     async def weights_digest(self) -> str:
+        """Read on a stream and in a thread of its own: decoding goes on."""
         weights = self.parts.weights
         async with self._updating:
             publication, is_comparable = self.thread.publication, weights.is_comparable
-            tensors: Sequence[RawTensor] | None = await self._staged(weights.adapter_snapshot)
-        if tensors is None:
-            snapshot: list[RawTensor] = []
-
-            def read() -> None:
-                nonlocal publication, is_comparable
-                publication, is_comparable = self.thread.publication, weights.is_comparable
-                snapshot.extend(weights.snapshot())
-
-            await self.thread.between_rounds(read)
-            tensors = snapshot
-        digest = await asyncio.to_thread(weights_digest, tensors)
-        if publication is not None and publication == self.thread.publication and is_comparable:
-            self._has_other_digest = digest != publication.digest
+            digest = await self._staged(weights.digest)
+            if publication is not None and is_comparable:
+                self._has_other_digest = digest != publication.digest
         return digest
 
     async def abort_all(self) -> int:

@@ -23,7 +23,7 @@ from rollbook.inference.engines.embedded.adapters import POLICY, AdapterBank, Fa
 from rollbook.inference.weights.lora import checked_settings, low_rank_pairs
 from rollbook.inference.weights.safetensors import FileTensor, is_raw
 from rollbook.shared_weights.base import SharedBase
-from rollbook.shared_weights.packing import DTYPES, NAMES, layout, unpack_views
+from rollbook.shared_weights.packing import DTYPES, NAMES, CopiedWhenRead, layout, unpack_views
 
 log = logging.getLogger(__name__)
 
@@ -190,37 +190,30 @@ class LiveWeights:
             if self._staging is not None:
                 torch.cuda.current_stream(self._device).synchronize()
 
-    def snapshot(self) -> list[RawTensor]:
-        """The live weights as host bytes, under their published names, tied weights once. Call in the engine's thread."""
-        seen: set[int] = set()
-        snapshot: list[RawTensor] = []
-        for name, target in self._targets.items():
-            if target.data_ptr() not in seen:
-                seen.add(target.data_ptr())
-                snapshot.append(_host_bytes(name, target))
-        return snapshot
-
-    def adapter_snapshot(self) -> list[FileTensor] | None:
-        """The published adapter as host bytes; None if there is none. If the buffers that forwards read hold anything else, to the
-        bit, the bytes of the buffers.
+    def digest(self) -> str:
+        """Of the published adapter; without one, of all weights. If the buffers that forwards read hold anything else than the
+        adapter, to the bit, of the buffers.
 
         Call in any thread while nothing replaces the weights. Steps may run, because they only read.
         """
         loaded = self._adapters.adapter(POLICY)
-        if loaded is None:
-            return None
         with self._staged():
+            if loaded is None:
+                return self._digest_of_base()
             is_exact = self._adapters.is_in_use(POLICY)
-            tensors = loaded.factors.items() if is_exact else self._adapters.in_use(POLICY)
-            return [_host_bytes(name, tensor) for name, tensor in tensors]
+            return _digest(dict(loaded.factors) if is_exact else dict(self._adapters.in_use(POLICY)))
 
     def base_digest(self) -> str:
         """Digest of the weights without an adapter. Call while nothing replaces them; steps may run."""
         if self._base_digest is None:
             with self._staged():
-                snapshot = self.snapshot()
-            self._base_digest = weights_digest(snapshot)
+                self._base_digest = self._digest_of_base()
         return self._base_digest
+
+    def _digest_of_base(self) -> str:
+        """Under the published names, tied weights once."""
+        named = {target.data_ptr(): name for name, target in reversed(self._targets.items())}
+        return _digest({name: self._targets[name] for name in named.values()})
 
     def _require_layers(self, names: Sequence[str]) -> None:
         unknown = sorted(name for name in names if name not in self._matrices)
@@ -282,6 +275,10 @@ def checkpoint_views(model: Any) -> dict[str, Tensor]:
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    return weights_digest(CopiedWhenRead(name, tensor) for name, tensor in tensors.items())
 
 
 def _host_bytes(name: str, tensor: Tensor) -> FileTensor:
