@@ -157,7 +157,7 @@ class ResourcesConfig(BaseModel, frozen=True, extra="forbid"):
     """Start an MPS server of NVIDIA for the run. Then the kernels of the trainer and of the policy servers run at the same time on
     the GPU that they share; otherwise they take turns. The server ends with the run. It needs `nvidia-cuda-mps-control`, a program
     of the driver. With `true`, a server that cannot be used ends the run; with `optional`, the run goes on without it. `auto` is
-    `optional` where a trainer of adapters shares a GPU with embedded policy servers and no other MPS server is in use."""
+    `optional` where the trainer shares a GPU with embedded policy servers and no other MPS server is in use."""
 
     @field_validator("mps", mode="before")
     @classmethod

@@ -132,11 +132,12 @@ def test_a_server_of_another_program_is_named_with_what_happens(
     assert "elsewhere" in doctor.found
 
 
-def test_a_trainer_of_adapters_and_a_policy_server_get_an_optional_server_which_a_resumed_run_keeps(
-    tmp_path: Path,
+@pytest.mark.parametrize("overrides", [(), (LORA,)])
+def test_a_trainer_and_a_policy_server_get_an_optional_server_which_a_resumed_run_keeps(
+    tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     file = project(tmp_path, "1.5b")
-    found = resolved(file, LORA)
+    found = resolved(file, *overrides)
     assert found.faults() == []
     assert found.chosen["resources.mps"] == "optional"
     assert [line.partition(" (")[0] for line in mps_texts(found)] == ["mps: a server of this run"]
@@ -147,9 +148,9 @@ def test_a_trainer_of_adapters_and_a_policy_server_get_an_optional_server_which_
     directory.write_manifest(name="run", source_dir=file.parent)
     directory.config_file.write_text(dump_toml(found.loaded.config), encoding="utf-8")
 
-    def resumed(source: Path, *overrides: str) -> object:
+    def resumed(source: Path, *others: str) -> object:
         recorded = load_resolved_config(directory).config
-        loaded, _ = resolve_run(source, directory.path, (LORA, *overrides))
+        loaded, _ = resolve_run(source, directory.path, (*overrides, *others))
         return resolve(loaded, WITH_GPU, recorded=recorded).loaded.config.resources.mps
 
     assert [resumed(source) for source in (file, directory.path)] == ["optional", "optional"]
@@ -167,7 +168,6 @@ def test_a_trainer_of_adapters_and_a_policy_server_get_an_optional_server_which_
         ((LORA,), Machine(cores=4)),
         ((LORA, "trainer.device=cuda", "inference.device=cuda"), Machine(cores=4)),
         ((LORA, "inference.device=cpu"), WITH_GPU),
-        ((), WITH_GPU),
         ((LORA, "trainer.device=cpu", "inference.replicas=2"), WITH_GPU),
         ((LORA,), Machine(gpus=GPUS[:2], cores=16, memory_bytes=128 * GB)),
         ((LORA, "cluster.allow_join=true"), WITH_GPU),
@@ -182,7 +182,7 @@ def test_a_trainer_of_adapters_and_a_policy_server_get_an_optional_server_which_
         ),
     ],
 )
-def test_without_a_trainer_of_adapters_and_an_embedded_policy_server_on_one_gpu_there_is_no_server_and_nothing_is_said(
+def test_without_a_trainer_and_an_embedded_policy_server_on_one_gpu_there_is_no_server_and_nothing_is_said(
     tmp_path: Path, overrides: tuple[str, ...], machine: Machine
 ) -> None:
     found = resolved(project(tmp_path, "1.5b"), *overrides, machine=machine)
