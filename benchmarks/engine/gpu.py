@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import uvloop
+from safetensors.torch import load_file
 
 from benchmarks.engine import logprob_fidelity
 from benchmarks.engine.device_times import copy_limit, copy_rate, kernel_split, timed_ms
@@ -272,25 +273,34 @@ async def in_process_loop(setup: Setup) -> list[Figure]:
             unit="tokens/s",
             ratio=best / PEERS["bare decode loop, graph over the compiled body, 512 rows"],
         )
-        return [figure, await update_in_flight(setup, engine)]
+        first, second = UPDATES, 2 * UPDATES
+        from_file = [await one_update(setup, engine, 2 + number) for number in range(first)]
+        from_gpu = [await one_update(setup, engine, 2 + number, is_on_gpu=True) for number in range(first, second)]
+        return [
+            figure,
+            update_figure("update_pause_steps", setup, engine, from_gpu),
+            update_figure("update_from_file_pause_steps", setup, engine, from_file),
+        ]
 
 
 UPDATES = 4
 
 
-async def update_in_flight(setup: Setup, engine: TransformersEngine) -> Figure:
-    """Load weights while every row decodes: how many steps fewer are launched from the start of the staging until five steps after
-    the swap than before it? The median of several updates; the first one is also reported alone."""
+def update_figure(name: str, setup: Setup, engine: TransformersEngine, updates: Sequence[dict[str, float]]) -> Figure:
+    """Weights are loaded while every row decodes: how many steps fewer are launched from the start of the staging until five steps
+    after the swap (and the digest) than before it? The median of several updates; the first one is also reported alone.
+
+    `update_pause_steps`: the weights are in the memory of the GPU and are digested after the swap, as in a run whose trainer uses
+    the same GPU."""
     plan = setup.plan
-    updates = [await one_update(setup, engine, number) for number in range(2, 2 + UPDATES)]
     pauses = [update["pause_steps"] for update in updates]
     size = engine.parts.weights.num_bytes
     copy_s = copy_limit(plan.device, size)
     pause_steps = max(statistics.median(pauses), 1e-3)
     for update in updates:
-        print_status(f"  update in flight of {size / 1e6:.0f} MB (read, check, stage, swap): {update}")
+        print_status(f"  {name}, {size / 1e6:.0f} MB: {update}")
     return Figure(
-        name="update_pause_steps",
+        name=name,
         ours=pause_steps,
         peer=2.0,
         unit="steps",
@@ -304,10 +314,13 @@ async def update_in_flight(setup: Setup, engine: TransformersEngine) -> Figure:
     )
 
 
-async def one_update(setup: Setup, engine: TransformersEngine, number: int) -> dict[str, float]:
+async def one_update(
+    setup: Setup, engine: TransformersEngine, number: int, *, is_on_gpu: bool = False
+) -> dict[str, float]:
     plan = setup.plan
     path = setup.root / f"{number}.safetensors"
     published = publish(path, build(plan.shape, seed=3 + number, dtype=getattr(torch, plan.dtype)), number)
+    tensors = load_file(path, device=plan.device) if is_on_gpu else {}
     launches: list[float] = []
     scheduler = engine.parts.scheduler
     launch, apply = scheduler.round, engine.parts.weights.apply
@@ -331,7 +344,12 @@ async def one_update(setup: Setup, engine: TransformersEngine, number: int) -> d
     while engine.stats().tokens < first_token + plan.in_flight * plan.longest // 4:  # noqa: ASYNC110  # a counter of another thread
         await asyncio.sleep(0.001)
     started = time.perf_counter()
-    await engine.load_weights(published, path)
+    if is_on_gpu:
+        await engine.load_tensors(published, tensors)
+        if await engine.weights_digest() != published.digest:
+            raise RuntimeError("the loaded weights have another digest than those that were published")
+    else:
+        await engine.load_weights(published, path)
     ended = time.perf_counter()
     completions = await asyncio.gather(*futures)
     scheduler.round, engine.parts.weights.apply = launch, apply  # type: ignore[method-assign]
