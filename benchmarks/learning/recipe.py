@@ -4,7 +4,8 @@
 
 The example has `sft.toml` and `run.toml`; its data are prepared. Evaluated are the given model, the warm-started model and the
 trained one. Prints one JSON line per stage. A stage whose result exists is skipped, so the same command continues. Training ends
-in time for the last evaluation. `report.md` and `report.json` have the solve rates by label, with Wilson intervals.
+in time for the last evaluation. `report.md` and `report.json` have the solve rates by label, with Wilson intervals, and the
+difference between both over the same tasks, whose interval is narrower.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import print_status
+from rollbook.rollout.evaluation import Share, mean_share
 from rollbook.telemetry.metrics import read_metrics
 
 STAGES = ("base", "warm", "trained")
@@ -56,6 +58,7 @@ class Recipe:
         self._evaluate("trained", run_dir)
         results = {name: json.loads((self._out / f"{name}.json").read_text(encoding="utf-8")) for name in stages}
         steps = read_metrics(run_dir / "metrics.jsonl", process="trainer")
+        share = difference(results["warm"], results["trained"])
         report = {
             "example": self._args.example.name,
             "seed": self._args.seed,
@@ -63,9 +66,11 @@ class Recipe:
             "training_s": round(steps[-1]["time"] - steps[0]["time"], 1) if steps else None,
             "max_lag": max((row["async/version_offset_max"] or 0 for row in steps), default=None),
             "results": {name: found["results"] for name, found in results.items()},
+            "difference": share.row(),
         }
         (self._out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        (self._out / "report.md").write_text("\n".join(table(results)) + "\n", encoding="utf-8")
+        same = f"Difference over the same tasks: {share.mean:+.1%} [{share.low:+.1%}, {share.high:+.1%}]"
+        (self._out / "report.md").write_text("\n".join([*table(results), "", same, ""]), encoding="utf-8")
         return report
 
     def _evaluate(self, name: str, target: Path) -> None:
@@ -135,6 +140,14 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
             f"| {label} | {last['tasks']} × {last['episodes'] // max(1, last['tasks'])} | {' | '.join(cells)} |"
         )
     return lines
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Share:
+    """Of the solved share of each task that has scorable episodes in both evaluations: mean with its 95 % interval."""
+    rates = [
+        {t["id"]: sum(t["solved"]) / len(t["solved"]) for t in one["tasks"] if t["solved"]} for one in (before, after)
+    ]
+    return mean_share([rates[1][task] - rate for task, rate in rates[0].items() if task in rates[1]])
 
 
 def _share(row: Mapping[str, Any] | None) -> str:

@@ -45,6 +45,27 @@ class PlayedTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskResult:
+    """For comparing two evaluations of the same tasks. `rewards` and `solved` have one entry for each scorable episode."""
+
+    id: str
+    label: str
+    rewards: tuple[float, ...]
+    solved: tuple[bool, ...]
+    unscorable: int
+
+    @classmethod
+    def of(cls, played: PlayedTask) -> "TaskResult":
+        return cls(
+            id=played.task_id,
+            label=played.label,
+            rewards=played.rewards,
+            solved=played.solved,
+            unscorable=played.unscorable,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """A mean with its 95 % confidence interval."""
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from benchmarks.learning.aws_credit import LARGE, SMALL, Size, write_study
-from benchmarks.learning.recipe import table
+from benchmarks.learning.recipe import difference, table
 from rollbook.contracts.task import Observation
 from rollbook.contracts.trajectory import EndReason
 from rollbook.envs.builtin.awscli.tasks.task_bank import task_bank
@@ -279,6 +279,15 @@ def test_the_table_marks_a_gain_whose_intervals_are_apart() -> None:
     assert "**" not in table({"base": measured(0.1), "warm": measured(0.3), "trained": measured(0.4)})[-1]
     without_base = table({"warm": measured(0.3), "trained": measured(0.4)})[-1]
     assert without_base == "| all | 8 × 2 | – | 30.0% [20%–40%] | 40.0% [30%–50%] |"
+
+
+def test_the_difference_is_that_of_the_tasks_scored_in_both_evaluations() -> None:
+    def evaluated(**solved: list[bool]) -> dict[str, Any]:
+        return {"tasks": [{"id": task, "solved": found} for task, found in solved.items()]}
+
+    before = evaluated(a=[False, False], b=[True, True], c=[False, True], only=[True])
+    after = evaluated(a=[True, True], b=[True, True], c=[True, True], only=[])
+    assert difference(before, after).mean == pytest.approx(0.5)
 
 
 def tiny_model(directory: Path) -> Path:

@@ -68,6 +68,10 @@ def test_a_run_is_evaluated_during_training_and_can_be_evaluated_and_retrained_a
     assert (result.step, result.pinned_ratio) == (2, 1.0)
     assert (result.overall.tasks, result.overall.episodes) == (8, 24)
     assert table({"results": [result.overall.row()]})[0][:3] == ("all", "8", "24")
+    assert [len(task.solved) for task in result.tasks] == [3] * 8
+    solved = [sum(task.solved) / 3 for task in result.tasks]
+    assert result.overall.solved is not None
+    assert result.overall.solved.mean == pytest.approx(sum(solved) / 8)
 
     report = asyncio.run(
         compare_losses(

@@ -22,7 +22,7 @@ from rollbook.concurrency.child_process.process import python_command, python_en
 from rollbook.contracts.decoding import convert
 from rollbook.contracts.errors import RunError
 from rollbook.contracts.plugin import require_libraries
-from rollbook.rollout.evaluation import LabelResult
+from rollbook.rollout.evaluation import LabelResult, TaskResult
 from rollbook.run.config.evaluation import WARNING, EvaluationRequest
 from rollbook.run.directory import RunDirectory, write_json
 from rollbook.run.user_modules import recorded_modules
@@ -41,6 +41,8 @@ class EvaluationReport:
     """Fraction of the tasks whose tokens all came from the evaluated weights."""
     results: tuple[LabelResult, ...]
     """The result over all tasks, then by label."""
+    tasks: tuple[TaskResult, ...]
+    """Of each task, so that two evaluations can be compared task by task."""
     file: Path
 
     @property

@@ -382,8 +382,8 @@ class _Draft:
             self.notes.append(f"base: each process loads its own, because {reason}")
 
     def choose_mps(self, machine: Machine) -> None:
-        """A server of the run, where trainer and embedded policy servers share a GPU: kills of other engines under it were not
-        tried (decision 0061). An optional one is left out where it cannot be used; a note says why if this machine is the reason."""
+        """A server of the run, where trainer and embedded policy servers share a GPU (decision 0061: kills of other engines under
+        it were not tried). An optional one is left out where it cannot be used; a note says why if this machine is the reason."""
         config, sizes = self.config, sizes_of(self.config, machine)
         policies = {number for group in sizes.policy_gpus for number in group}
         is_shared = config.trainer.device == "cuda" and bool(policies & set(sizes.trainer_gpus))

@@ -20,7 +20,7 @@ MB = 10**6
 # Measured on an H200 with torch 2.11.
 CONTEXT_BYTES = 700 * MB
 """Of a process that uses a GPU: driver context, loaded kernels, cuBLAS workspace."""
-MPS_BYTES = 100 * MB
+MPS_BYTES = 75 * MB
 """Of an MPS server, which loads no kernels; 70 MB measured."""
 ALLOCATOR_SHARE = 1.03
 """Tensors of a pass, relative to those that the backward pass needs: gradients of activations and workspaces. The allocator may

@@ -59,7 +59,7 @@ def test_a_run_on_one_gpu_may_have_a_server_which_the_table_and_the_plan_show(tm
         line == f"mps: a server of this run ({tmp_path}/bin/{mps.PROGRAM}), for trainer, policy servers and shared base"
     )
     assert found.plan is not None
-    assert found.plan.by_process(gpu(0))["mps"] == 100_000_000
+    assert found.plan.by_process(gpu(0))["mps"] == 75_000_000
     without = resolved(file, "resources.mps=false")
     assert mps_texts(without) == []
     assert without.plan is not None
@@ -142,7 +142,7 @@ def test_a_trainer_and_a_policy_server_get_an_optional_server_which_a_resumed_ru
     assert found.chosen["resources.mps"] == "optional"
     assert [line.partition(" (")[0] for line in mps_texts(found)] == ["mps: a server of this run"]
     assert found.plan is not None
-    assert found.plan.by_process(gpu(0))["mps"] == 100_000_000
+    assert found.plan.by_process(gpu(0))["mps"] == 75_000_000
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     directory.write_manifest(name="run", source_dir=file.parent)

@@ -15,7 +15,14 @@ from rollbook.contracts.errors import RunError
 from rollbook.contracts.policy import Publication, PublicationId
 from rollbook.contracts.task import Task
 from rollbook.inference.weights.client import WeightTransferClient
-from rollbook.rollout.evaluation import Evaluator, LabelResult, by_label, open_evaluator, share_of_publication
+from rollbook.rollout.evaluation import (
+    Evaluator,
+    LabelResult,
+    TaskResult,
+    by_label,
+    open_evaluator,
+    share_of_publication,
+)
 from rollbook.run.config.run import RunConfig
 from rollbook.run.held_out import evaluation_tasks
 from rollbook.run.policy_clients import policy_urls
@@ -35,6 +42,7 @@ class Measurement:
     step: int
     results: tuple[LabelResult, ...]
     """The result over all tasks, then by label."""
+    tasks: tuple[TaskResult, ...]
     pinned_ratio: float
     """Fraction of the tasks whose tokens all came from the evaluated version."""
     seconds: float
@@ -49,6 +57,7 @@ class Measurement:
             "seconds": round(self.seconds, 3),
             "pinned_ratio": round(self.pinned_ratio, 4),
             "results": [result.row() for result in self.results],
+            "tasks": [dataclasses.asdict(task) for task in self.tasks],
         }
 
 
@@ -89,6 +98,7 @@ class EvaluationSession:
         return Measurement(
             step=step,
             results=tuple(by_label(played)),
+            tasks=tuple(map(TaskResult.of, played)),
             pinned_ratio=share_of_publication(played, publication),
             seconds=time.perf_counter() - began,
         )
