@@ -66,7 +66,7 @@ test-models: $(STAMP) ## every line of docs/models.md: engine, training, LoRA, n
 test-kernels: $(STAMP) ## the Triton kernels, without a GPU: compiled for several, and run in the interpreter of Triton, which is installed in a separate folder
 	PYTHON=$(BIN)/python sh scripts/triton_package.sh
 	PYTHONPATH=.venvs/triton $(BIN)/python -m pytest tests/unit/inference/test_inference_kernels_compile.py
-	TRITON_INTERPRET=1 PYTHONPATH=.venvs/triton $(BIN)/python -m pytest tests/unit/numerics tests/unit/inference/test_inference_kernels.py
+	TRITON_INTERPRET=1 PYTHONPATH=.venvs/triton $(BIN)/python -m pytest tests/unit/numerics tests/unit/inference/test_inference_kernels.py tests/unit/inference/test_inference_module_kernels.py
 
 test-page: $(STAMP) ## the dashboard and the playground in Debian's Chromium
 	sh scripts/chromium.sh

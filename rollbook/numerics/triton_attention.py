@@ -55,6 +55,13 @@ def attend_block(queries, keys, values, is_seen, scale, best, total, sums, PRECI
     if CAP > 0.0:
         # cap x tanh(score / cap)
         scores = CAP - 2.0 * CAP / (1.0 + tl.exp(scores * (2.0 / CAP)))
+    best, total, sums = add_scores(scores, values, is_seen, best, total, sums, PRECISION)
+    return best, total, sums
+
+
+@triton.jit
+def add_scores(scores, values, is_seen, best, total, sums, PRECISION: tl.constexpr):
+    """The second half of `attend_block`, for scores times log2 e."""
     scores = tl.where(is_seen, scores, -float("inf"))
     new_best = tl.maximum(best, tl.max(scores, axis=1))
     # A query that sees none of the keys of a chunk.

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from rollbook.inference.engines.embedded.build import FP8_CAPABILITY
-from rollbook.inference.engines.embedded.model import eight_bits
+from rollbook.inference.engines.embedded.model import eight_bits, module_kernels
 from rollbook.inference.engines.embedded.model.kernels import SlotKernelOps
 from rollbook.inference.engines.embedded.model.torch_ops import HeadShape
 from rollbook.inference.engines.embedded.paged.step_input import PromptSlice
 from rollbook.numerics.recipe import Attention
 from rollbook.trainer.model.packed_attention import Packing
 from tests.unit.inference import test_inference_kernels as kernels
+from tests.unit.inference.test_inference_module_kernels import Layer
 from tests.unit.numerics.test_numerics_operations import SEQUENCES
 
 triton = pytest.importorskip("triton")
@@ -95,3 +96,29 @@ def test_a_step_of_a_gated_delta_layer_fits_in_the_memory_of_a_program(is_groupe
     ops = SlotKernelOps(HeadShape(queries=2, keys=2, size=16), "silu")
     ops.delta_step(fused_NX, delta, inputs_NCK, state_NHDV, is_added_N)
     assert compiled == ["_step"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ((64, 64), torch.bfloat16),
+        ((80, 80), torch.float16),
+        ((192, 128), torch.bfloat16),
+        ((256, 256), torch.bfloat16),
+        ((128, 128), torch.float32),
+    ],
+    ids=str,
+)
+def test_attention_of_one_query_fits_in_the_memory_of_a_program(
+    sizes: tuple[int, int], dtype: torch.dtype, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_kernels, "DEVICE", "cpu")
+    # One part of the positions, and several.
+    for length in (200, 1025):
+        query, key, value = (
+            torch.zeros(2, count, length, size, dtype=dtype)
+            for count, size in ((9, sizes[0]), (3, sizes[0]), (3, sizes[1]))
+        )
+        mask = torch.zeros(2, 1, 1, length, dtype=dtype)
+        module_kernels.one_query_attention(Layer(3), query[:, :, :1], key, value, mask)
+    assert compiled == ["_attend_one", "_attend_one", "_join_parts"]

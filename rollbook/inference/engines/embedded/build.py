@@ -32,6 +32,7 @@ from rollbook.inference.engines.embedded.model.module import (
     has_full_attention,
     load_module,
 )
+from rollbook.inference.engines.embedded.model.module_kernels import StepKernels
 from rollbook.inference.engines.embedded.paged.batch import PagedBatch
 from rollbook.inference.engines.embedded.paged.block_cache import BlockCache
 from rollbook.inference.engines.embedded.paged.block_pool import BlockPool
@@ -110,6 +111,8 @@ def build_parts(
         is_paged = packing is not None and (has_kernels if is_gpu else capture is not None)
         if capture is None and is_gpu and config.capture_steps:
             capture = CudaCapture()
+        if is_gpu and isinstance(model, ModuleForward | StateForward):
+            use_step_kernels(model, module, choices)
         if packing is None:
             model, capture = _captured(model, module, capture, choices)
     inexact_because = _inexact_because(config, model, choices)
@@ -312,6 +315,30 @@ def use_kernels(llama: LlamaForward, module: Any, choices: list[str], *, exactne
     return reason is None
 
 
+def use_step_kernels(model: ModuleForward | StateForward, module: Any, choices: list[str]) -> None:
+    """Use Triton kernels in the decode steps of a module, if they have its logits. Otherwise nothing is changed."""
+    reason = kernels_missing
+    if reason is None:
+        try:
+            kernels = model.step_kernels = StepKernels(module)
+            if (reason := kernels.reason) is None:
+                # The module computes what is expected outside a step, with its own attention and norms.
+                error = _least_error(
+                    module, TOLERANCE[model.dtype], lambda seed: relative_error(model, module, seed=seed)
+                )
+                if error <= TOLERANCE[model.dtype]:
+                    choices.append(f"kernels of decode steps: Triton, {kernels} (relative error {error:.1e})")
+                    return
+                reason = f"their relative error is {error:.2g}"
+        except Exception as raised:  # As in `use_kernels`.
+            if is_out_of_memory(raised):
+                raise
+            reason = f"{type(raised).__name__}: {raised}"
+    model.step_kernels = None
+    choices.append(f"kernels of decode steps: those of the module, because {reason}")
+    log.warning("decode steps run without Triton kernels: %s", reason)
+
+
 def _inexact_because(config: InferenceConfig, model: SlotModel, choices: list[str]) -> str | None:
     """Why logprobs do not have the bits of the trainer, whose passes are in bfloat16; None: they have."""
     if config.exactness != "bitwise":
@@ -356,6 +383,15 @@ def _captured(
         if is_out_of_memory(raised):
             raise
         reason = f"{type(raised).__name__}: {raised}"
+    if isinstance(model, ModuleForward | StateForward) and (kernels := model.step_kernels) is not None:
+        model.step_kernels = None
+        found, used = _captured(model, module, capture, choices)
+        if used is not None:
+            choices.append(f"kernels of captured steps: those of the module, because {reason}")
+            return found, used
+        # Not because of the kernels.
+        model.step_kernels = kernels
+        return model, None
     choices.append(f"decode steps: called from Python, because {reason}")
     log.warning("decode steps are not captured, so the engine is as slow as Python: %s", reason)
     return model, None

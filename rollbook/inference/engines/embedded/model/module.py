@@ -30,6 +30,7 @@ from rollbook.inference.engines.embedded.adapters import AdapterBank, AdapterRow
 from rollbook.inference.engines.embedded.model.fixed_states import FixedStates, why_not_fixed
 from rollbook.inference.engines.embedded.model.forward import PrefillInput, PrefillPositions
 from rollbook.inference.engines.embedded.model.hf_cache import DecodeCache, PrefillCache, ProbeCache
+from rollbook.inference.engines.embedded.model.module_kernels import StepKernels
 from rollbook.inference.engines.embedded.model.row_states import RowStates, bytes_of_layers, cache_of, new_layers
 from rollbook.inference.engines.embedded.routes import RouteRecorder
 from rollbook.inference.engines.embedded.slot_cache import LayerShape, SlotCache
@@ -95,6 +96,8 @@ class ModuleForward:
         """`recorder`: set if the chosen experts are recorded."""
         self._model = model
         self._recorder = recorder
+        self.step_kernels: StepKernels | None = None
+        """Decode steps compute with them, if any."""
         self.vocab_size: int = model.config.vocab_size
         self.max_model_len = max_model_len
         parameter: Tensor = next(model.parameters())
@@ -108,6 +111,7 @@ class ModuleForward:
     def discard(self) -> None:
         """Another forward will use the module."""
         self._hook.remove()
+        self.step_kernels = None
 
     def new_memory(self) -> SlotCache:
         routes = None if self._recorder is None else self._recorder.shape
@@ -149,7 +153,7 @@ class ModuleForward:
         is_future_NT = torch.arange(length, device=self.device) > positions_N[:, None]
         mask_NT = torch.zeros(is_future_NT.shape, dtype=self.dtype, device=self.device)
         mask_NT.masked_fill_(is_future_NT, float("-inf"))
-        with self.adapters.in_module(adapters), recording(self._recorder) as chosen:
+        with self.adapters.in_module(adapters), using(self.step_kernels), recording(self._recorder) as chosen:
             logits_N1V: Tensor = self._model(
                 input_ids=tokens_N[:, None],
                 position_ids=positions_N[:, None],
@@ -198,6 +202,8 @@ class StateForward:
         with several tokens in a forward; otherwise with one. `is_fixed`: states do not move, so steps can be captured, and a step
         computes the first rows, as over slots. `recorder`: set if the chosen experts are recorded."""
         self.is_dense = is_fixed
+        self.step_kernels: StepKernels | None = None
+        """Decode steps compute with them, if any."""
         self._is_chunked = is_chunked
         self._recorder = recorder
         self._model = model
@@ -218,13 +224,15 @@ class StateForward:
             raise RunError("rows of this model do not share a step")
         if reason := why_not_fixed(self._layers_of_a_token()):
             raise RunError(reason)
-        return StateForward(
+        fixed = StateForward(
             self._model,
             max_model_len=self.max_model_len,
             is_chunked=self._is_chunked,
             is_fixed=True,
             recorder=self._recorder,
         )
+        fixed.step_kernels = self.step_kernels
+        return fixed
 
     @property
     def how(self) -> str:
@@ -280,11 +288,11 @@ class StateForward:
     ) -> Tensor:
         if isinstance(slots, FixedStates):
             layers, mask_NT = slots.layers(positions_N, length), slots.mask(positions_N, length)
-            with self.adapters.in_module(adapters):
+            with self.adapters.in_module(adapters), using(self.step_kernels):
                 return self._called(tokens_N[:, None], layers, positions_N[:, None], mask_NT)
         if slots.is_mergeable:
             layers, lengths = slots.merged(rows)
-            with self.adapters.in_module(adapters):
+            with self.adapters.in_module(adapters), using(self.step_kernels):
                 logits_NV = self._logits(tokens_N[:, None], layers, lengths=lengths)
             slots.advanced()
             return logits_NV
@@ -292,7 +300,7 @@ class StateForward:
         for line, row in enumerate(rows):
             state = slots.take(row)
             own = None if adapters is None else adapters.of_tokens(torch.tensor([line]))
-            with self.adapters.in_module(own):
+            with self.adapters.in_module(own), using(self.step_kernels):
                 logits.append(self._logits(tokens_N[line : line + 1, None], state.layers, lengths=[state.length]))
             slots.put([row], state.layers, state.length + 1)
         return torch.cat(logits)
@@ -322,6 +330,10 @@ class StateForward:
 
 def recording(recorder: RouteRecorder | None) -> AbstractContextManager[dict[int, Tensor]]:
     return nullcontext({}) if recorder is None else recorder.recording()
+
+
+def using(kernels: StepKernels | None) -> AbstractContextManager[None]:
+    return nullcontext() if kernels is None else kernels.in_module()
 
 
 def has_full_attention(config: Any, length: int) -> bool:
