@@ -121,7 +121,7 @@ def with_sink(mean, weight, sinks_ptr, heads, is_head, HAS_SINKS: tl.constexpr):
     return mean
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])  # as in `triton_rows`
 def _attend_packed(
     query_ptr, key_ptr, value_ptr, out_ptr, tiles_ptr, num_tiles, scale,
     query_stride, key_stride, value_stride,

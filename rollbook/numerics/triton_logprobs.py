@@ -47,7 +47,10 @@ def launch_reduce(logits_NV: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Te
     """Of every tile: its largest logit, the sum of exponentials relative to it, and the sum of those times their exponents."""
     rows, vocab_size = logits_NV.shape
     tiles = triton.cdiv(vocab_size, TILE)
-    peaks_NT, totals_NT, moments_NT = torch.empty((3, rows, tiles), dtype=torch.float32, device=logits_NV.device)
+    # Not parts of one tensor: where a part is not aligned, the kernel would be compiled again.
+    peaks_NT, totals_NT, moments_NT = (
+        torch.empty((rows, tiles), dtype=torch.float32, device=logits_NV.device) for _ in range(3)
+    )
     _reduce_tiles[(rows, tiles)](
         logits_NV, temperatures_N, peaks_NT, totals_NT, moments_NT, vocab_size, TILE=TILE,
         num_warps=2, enable_fp_fusion=True,

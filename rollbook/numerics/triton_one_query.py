@@ -57,7 +57,7 @@ def _visible(mask_ptr, stride, at, is_in, lowest, BLOCK: tl.constexpr, HAS_MASK:
     return is_seen, added
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "part_size", "lines"])
 def _attend_one(
     query_ptr, key_ptr, value_ptr, mask_ptr, out_ptr, partial_ptr, weight_ptr,
     length, part_size, lines, scale, lowest,
@@ -122,7 +122,7 @@ def _attend_one(
         tl.store(to_ptr, mean.to(out_ptr.dtype.element_ty), mask=is_out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines", "parts"])
 def _join_parts(
     partial_ptr, weight_ptr, out_ptr, lines, parts,
     VALUE_SIZE: tl.constexpr, VALUE_BLOCK: tl.constexpr, LINES: tl.constexpr,

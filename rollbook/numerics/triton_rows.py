@@ -54,10 +54,12 @@ def launch_rms_norm(x_ME: Tensor, norm: Norm, out_ME: Tensor) -> None:
     )  # fmt: skip
 
 
-@triton.jit
+# Numbers that follow the tokens of a pass are neither constants nor specialised: each new one would compile the kernel again, for
+# about a second in the middle of a step.
+@triton.jit(do_not_specialize=["rows", "each"])
 def _rms_norm_gradient(
-    x_ptr, weight_ptr, gradient_ptr, out_ptr, partial_ptr, epsilon, rows, width,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr,
+    x_ptr, weight_ptr, gradient_ptr, out_ptr, partial_ptr, epsilon, rows, each, width,
+    BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -66,7 +68,7 @@ def _rms_norm_gradient(
     if ADDS_ONE:
         weight += 1.0
     partial = tl.zeros((BLOCK,), dtype=tl.float32)
-    for row in range(program * ROWS, tl.minimum(rows, (program + 1) * ROWS)):
+    for row in range(program * each, tl.minimum(rows, (program + 1) * each)):
         x = tl.load(x_ptr + row * width + columns, mask=is_in, other=0.0).to(tl.float32)
         gradient = tl.load(gradient_ptr + row * width + columns, mask=is_in, other=0.0).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + epsilon)
@@ -88,7 +90,7 @@ def launch_rms_norm_gradient(x_ME: Tensor, norm: Norm, gradient_ME: Tensor) -> t
     out_ME = torch.empty_like(x_ME)
     partial_PE = torch.empty((parts, width), dtype=torch.float32, device=x_ME.device)
     _rms_norm_gradient[(parts,)](
-        x_ME, norm.weight_E, gradient_ME, out_ME, partial_PE, norm.epsilon, rows, width, ROWS=each, BLOCK=block,
+        x_ME, norm.weight_E, gradient_ME, out_ME, partial_PE, norm.epsilon, rows, each, width, BLOCK=block,
         ADDS_ONE=norm.adds_one, num_warps=4 if block <= 2048 else 8, enable_fp_fusion=True,
     )  # fmt: skip
     return out_ME, partial_PE.sum(dim=0).to(norm.weight_E.dtype)
@@ -157,7 +159,7 @@ def launch_gate_gradient(gates: Tensor, ups: Tensor, gradient: Tensor, activatio
     return to_gates, to_ups
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product(
     x_ptr, weight_ptr, out_ptr, rows, width, depth, x_stride, weight_stride,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
