@@ -4,9 +4,10 @@ Of an adapter only its matrices are published; the base model does not change.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import xxhash
@@ -68,22 +69,36 @@ def weights_digest(tensors: Iterable[RawTensor]) -> str:
     """Covers names, dtypes (safetensors names such as `F32`, `BF16`), shapes and bytes, independent of the order.
 
     A fast hash, because every step is digested; it does not protect against forgery. It is the hash of the hashes of pieces, which
-    several threads compute: new weights are published only after they are digested. The data of a tensor is read once and then
-    freed, so it may be a copy that is made when it is read.
+    several threads compute while the next tensors are read: new weights are published only after they are digested. The data of a
+    tensor is read once, in this thread, and then freed, so it may be a copy that is made when it is read.
     """
     digest = xxhash.xxh3_128()
-    for batch in _batches(sorted(tensors, key=lambda t: t.name)):
-        hashes = memoryview(_hashes([piece for _, pieces in batch for piece in pieces]))
-        for tensor, pieces in batch:
-            digest.update(f"{tensor.name}|{tensor.dtype}|{','.join(map(str, tensor.shape))}|".encode())
-            digest.update(hashes[: digest.digest_size * len(pieces)])
-            hashes = hashes[digest.digest_size * len(pieces) :]
+    before: Callable[[], None] | None = None
+    with ThreadPoolExecutor(min(MAX_HASH_THREADS, _num_threads()), thread_name_prefix="digest") as pool:
+        for batch in _batches(sorted(tensors, key=lambda t: t.name)):
+            hashes = _hashes([piece for _, pieces in batch for piece in pieces], pool)
+            if before is not None:
+                before()
+            before = partial(_add, digest, batch, hashes)
+        assert before is not None
+        before()
     return digest.hexdigest()
 
 
-def _batches(ordered: Iterable[RawTensor]) -> Iterator[list[tuple[RawTensor, list[memoryview]]]]:
+Batch = list[tuple[RawTensor, list[memoryview]]]
+
+
+def _add(digest: xxhash.xxh3_128, batch: Batch, hashes_of_shares: Iterable[bytes]) -> None:
+    hashes = memoryview(b"".join(hashes_of_shares))
+    for tensor, pieces in batch:
+        digest.update(f"{tensor.name}|{tensor.dtype}|{','.join(map(str, tensor.shape))}|".encode())
+        digest.update(hashes[: digest.digest_size * len(pieces)])
+        hashes = hashes[digest.digest_size * len(pieces) :]
+
+
+def _batches(ordered: Iterable[RawTensor]) -> Iterator[Batch]:
     """Tensors with the pieces of their data, as many as are hashed at a time."""
-    batch: list[tuple[RawTensor, list[memoryview]]] = []
+    batch: Batch = []
     num_bytes = 0
     for tensor in ordered:
         pieces = _pieces(tensor.data)
@@ -100,8 +115,8 @@ def _pieces(data: bytes | memoryview) -> list[memoryview]:
     return [view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES)]
 
 
-def _hashes(pieces: Sequence[memoryview]) -> bytes:
-    """The hash of each piece, one after the other."""
+def _hashes(pieces: Sequence[memoryview], pool: ThreadPoolExecutor) -> Iterable[bytes]:
+    """The hashes of all pieces in order, in parts that threads begin to compute."""
     shares: list[list[memoryview]] = [[]]
     size = 0
     for piece in pieces:
@@ -110,10 +125,7 @@ def _hashes(pieces: Sequence[memoryview]) -> bytes:
         if size >= SHARE_BYTES:
             shares.append([])
             size = 0
-    if len(shares) == 1:
-        return _hashes_in_turn(pieces)
-    with ThreadPoolExecutor(min(MAX_HASH_THREADS, _num_threads()), thread_name_prefix="digest") as pool:
-        return b"".join(pool.map(_hashes_in_turn, shares))
+    return [_hashes_in_turn(pieces)] if len(shares) == 1 else pool.map(_hashes_in_turn, shares)
 
 
 def _num_threads() -> int:

@@ -512,7 +512,8 @@ class TrainerLoop:
     async def _settle(self, trained: TrainedStep, acknowledged: asyncio.Future[str]) -> None:
         """Acknowledge a step and publish its weights."""
         began = self._clock.now()
-        weights, digest = await asyncio.to_thread(digested, trained.weights)
+        on_gpu = self._publisher.takes_gpu_weights
+        weights, digest = await asyncio.to_thread(digested, trained.weights, on_gpu=on_gpu)
         self._metrics.add("perf/digest_time", self._clock.now() - began)
         self._digest = digest
         planned = trained.planned
@@ -532,7 +533,7 @@ class TrainerLoop:
         if not trained.is_repeated:
             self._reports.progressed()
         if trained.is_published and not self._stopping.is_set():
-            await self._publish(step, trained.weights if self._publisher.takes_gpu_weights else weights, digest)
+            await self._publish(step, weights, digest)
         if self._reports.on_trained is not None:
             await asyncio.to_thread(self._reports.on_trained, step, planned.shown)
 

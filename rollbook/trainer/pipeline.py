@@ -24,7 +24,7 @@ from rollbook.trainer.data.planner import OpenSource
 from rollbook.trainer.data.planning import PlannedBatch, ShownSample
 from rollbook.trainer.metrics import LagReport, time_metrics
 from rollbook.trainer.model.flops import devices_peak_flops, peak_memory_gb
-from rollbook.trainer.model.weights import digest_of, to_host
+from rollbook.trainer.model.weights import device_digest, digest_of, to_host
 from rollbook.trainer.step import TrainStep
 from rollbook.trainer.step_report import StepReport
 from rollbook.trainer.team import Learner
@@ -182,8 +182,10 @@ def report_step(
         )
 
 
-def digested(weights: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], str]:
-    """The weights in main memory, and their digest."""
+def digested(weights: Mapping[str, Tensor], *, on_gpu: bool = False) -> tuple[Mapping[str, Tensor], str]:
+    """The weights in main memory, or where they are if `on_gpu`, and their digest."""
+    if on_gpu:
+        return weights, device_digest(weights)
     copies = to_host(weights)
     return copies, digest_of(copies)
 

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rollbook.contracts.errors import is_out_of_memory
 from rollbook.contracts.weights import weights_digest
-from rollbook.shared_weights.packing import NAMES, PackedWeights
+from rollbook.shared_weights.packing import NAMES, CopiedWhenRead, PackedWeights
 from rollbook.trainer.distributed.sharding import gathered
 from rollbook.trainer.files.atomic_files import sync_directory, sync_file, writing
 
@@ -177,6 +178,12 @@ def _mapped(tree: T, change: Callable[[Tensor], Tensor]) -> T:
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
     return weights_digest(_raw(weights))
+
+
+def device_digest(weights: Mapping[str, Tensor]) -> str:
+    """Of complete copies on a GPU, which the step that trains meanwhile does not change. Few are in main memory at a time."""
+    with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_initialized() else nullcontext():  # type: ignore[no-untyped-call]
+        return weights_digest(CopiedWhenRead(name, tensor) for name, tensor in weights.items())
 
 
 def _raw(weights: Mapping[str, Tensor]) -> Iterator[_Bytes]:

@@ -1,6 +1,7 @@
 """The digest of weights does not depend on the order of tensors and changes with any difference."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -86,15 +87,15 @@ def test_data_is_freed_after_it_was_hashed_and_the_digest_is_that_of_all_at_once
     at_once = weights_digest([Tensor(name, "U8", (100,), name.encode().ljust(100)) for name in names])
     most = []
 
-    def hashed(pieces: Sequence[memoryview]) -> bytes:
+    def hashed(pieces: Sequence[memoryview], pool: ThreadPoolExecutor) -> Iterable[bytes]:
         most.append(Counted.alive)
-        return hashes(pieces)
+        return hashes(pieces, pool)
 
     hashes = weights_module._hashes
     monkeypatch.setattr(weights_module, "_hashes", hashed)
     monkeypatch.setattr(weights_module, "BATCH_BYTES", 250)
     assert weights_digest(CopiedWhenRead(name) for name in names) == at_once
-    assert max(most) <= 6, "two batches of three tensors"
+    assert max(most) <= 6, "two batches of three tensors: one is read while the other is hashed"
 
 
 @pytest.mark.parametrize("at", [0, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES])

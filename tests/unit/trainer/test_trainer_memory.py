@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollbook.trainer.checkpoints.checkpoints import Checkpoints, initial_learner, reference_model
 from rollbook.trainer.model import weights as weights_module
 from rollbook.trainer.model.policy_model import PolicyModel
-from rollbook.trainer.model.weights import digest_of, published_copy, snapshot_of
+from rollbook.trainer.model.weights import device_digest, digest_of, published_copy, snapshot_of
+from rollbook.trainer.pipeline import digested
 from rollbook.trainer.step import TrainStep
 from tests.parts.trainer.batches import quick, recorded_batch, tiny_model_dir
 
@@ -102,6 +103,14 @@ class _NewFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         if isinstance(result, Tensor) and result.dtype is torch.float32 and func.overloadpacket is torch.ops.aten.clone:
             self.count += result.numel()
         return result
+
+
+def test_weights_that_stay_where_they_are_have_the_digest_of_their_copies() -> None:
+    numbers = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    weights = {"turned": numbers.t(), "part": numbers[1:3].to(torch.bfloat16), "one": torch.tensor(3.0)}
+    kept, digest = digested(weights, on_gpu=True)
+    assert kept is weights
+    assert digest == device_digest(weights) == digest_of(weights) == digested(weights)[1]
 
 
 def test_the_bfloat16_weights_are_made_without_a_second_copy_in_float32(model_dir: Path) -> None:
