@@ -143,7 +143,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Share:
-    """Of the solved share of each task that has scorable episodes in both evaluations: mean with its 95 % interval."""
+    """Mean difference of the solved share, over the tasks with scorable episodes in both evaluations."""
     rates = [
         {t["id"]: sum(t["solved"]) / len(t["solved"]) for t in one["tasks"] if t["solved"]} for one in (before, after)
     ]

@@ -42,7 +42,7 @@ class EvaluationReport:
     results: tuple[LabelResult, ...]
     """The result over all tasks, then by label."""
     tasks: tuple[TaskResult, ...]
-    """Of each task, so that two evaluations can be compared task by task."""
+    """One result for each task: two evaluations can be compared task by task."""
     file: Path
 
     @property

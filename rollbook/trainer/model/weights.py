@@ -181,7 +181,7 @@ def digest_of(weights: Mapping[str, Tensor]) -> str:
 
 
 def device_digest(weights: Mapping[str, Tensor]) -> str:
-    """Of complete copies on a GPU, which the step that trains meanwhile does not change. Few are in main memory at a time."""
+    """Digest of complete copies on a GPU, which training does not change. Few of them are in main memory at a time."""
     with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_initialized() else nullcontext():  # type: ignore[no-untyped-call]
         return weights_digest(CopiedWhenRead(name, tensor) for name, tensor in weights.items())
 

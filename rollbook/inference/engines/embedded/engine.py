@@ -434,7 +434,7 @@ class TransformersEngine:
             self.thread.publication = publication
 
     async def weights_digest(self) -> str:
-        """Read on a stream and in a thread of its own: decoding goes on."""
+        """Runs in the staging thread, on a separate stream: decoding continues."""
         weights = self.parts.weights
         async with self._updating:
             publication, is_comparable = self.thread.publication, weights.is_comparable

@@ -191,8 +191,8 @@ class LiveWeights:
                 torch.cuda.current_stream(self._device).synchronize()
 
     def digest(self) -> str:
-        """Of the published adapter; without one, of all weights. If the buffers that forwards read hold anything else than the
-        adapter, to the bit, of the buffers.
+        """Digest of the published adapter, or without one of all weights. If the buffers that forwards read do not hold exactly the
+        adapter, the digest of the buffers.
 
         Call in any thread while nothing replaces the weights. Steps may run, because they only read.
         """

@@ -29,7 +29,7 @@ if kernels_missing is None:
     from rollbook.numerics.triton_one_query import launch_one_query
 
 NAME, REPLACED = "rollbook_one_query", "sdpa"
-"""Of the attention within a step, and of the attention that it replaces, in transformers."""
+"""Names of the attention within a decode step, and of the one that it replaces."""
 DEVICE = "cuda"
 LARGEST_HEADS = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 """More does not fit in the memory of a program on every GPU."""
@@ -90,7 +90,7 @@ def _is_supported(
 
 
 class StepKernels:
-    """Of one module. `str` says what they compute."""
+    """The kernels of one module. `str` lists what they compute."""
 
     def __init__(self, module: Any) -> None:
         reason = why_not_replaced(module)
