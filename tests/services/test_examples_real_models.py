@@ -348,6 +348,7 @@ def tiny_model(directory: Path) -> Path:
                 "rollout.max_turns=2",
                 "rollout.sampling.max_tokens=16",
                 "trainer.max_steps=2",
+                "trainer.warmup_steps=0",
                 "evaluation.concurrency=2",
                 "evaluation.max_tasks=4",
             ),
