@@ -174,7 +174,8 @@ async def test_a_server_that_does_not_come_up_reports_the_cause_and_what_to_do(
     )
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{planted}")
     owner = owner_of(directory)
-    assert await owner.run() == EXIT_STOP_RUN
+    code = await owner.run()
+    assert code == EXIT_STOP_RUN, owner.fault or owner.last_output()
     assert owner.fault is not None
     assert owner.fault.startswith("nvidia-cuda-mps-control")
     assert cause in owner.fault

@@ -253,8 +253,10 @@ async def _exchange(
 
     async def send() -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # it does not read its input
-            stdin.write(sent)
-            await stdin.drain()
+            # It may have ended already. uvloop then refuses to write.
+            if not stdin.is_closing():
+                stdin.write(sent)
+                await stdin.drain()
         stdin.close()
 
     async with asyncio.TaskGroup() as group:

@@ -134,7 +134,8 @@ class VerifiersService:
         assert process.stdout is not None
         limits = msgspec.to_builtins(self.limits)
         setting = {"taskset": self.taskset, "args": self.args, "limits": limits, "token": self.token}
-        process.stdin.write(f"{json.dumps(setting)}\n".encode())
+        if not process.stdin.is_closing():  # it may have ended already
+            process.stdin.write(f"{json.dumps(setting)}\n".encode())
         try:
             async with asyncio.timeout(START_S):
                 line = await process.stdout.readline()

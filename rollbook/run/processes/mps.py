@@ -201,16 +201,23 @@ async def _run(
     command: list[str], environment: dict[str, str], *, within_s: float, given: str = ""
 ) -> tuple[int | None, str]:
     """The exit code and the output of a command. Without an exit code: it was killed after `within_s`."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        env=environment,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
+    # All of the input is in the pipe before the command starts: uvloop fails to write to a command that has ended.
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, given.encode())
+        os.close(writing)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env=environment,
+            stdin=reading,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+    finally:
+        os.close(reading)
     try:
         async with asyncio.timeout(within_s):
-            output, _ = await process.communicate(given.encode())
+            output, _ = await process.communicate()
             return process.returncode, output.decode(errors="replace")
     except TimeoutError:
         return None, f"no answer within {within_s:g} s"
