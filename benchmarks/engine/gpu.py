@@ -273,9 +273,10 @@ async def in_process_loop(setup: Setup) -> list[Figure]:
             unit="tokens/s",
             ratio=best / PEERS["bare decode loop, graph over the compiled body, 512 rows"],
         )
-        first, second = UPDATES, 2 * UPDATES
-        from_file = [await one_update(setup, engine, 2 + number) for number in range(first)]
-        from_gpu = [await one_update(setup, engine, 2 + number, is_on_gpu=True) for number in range(first, second)]
+        from_file = [await one_update(setup, engine, 2 + number) for number in range(UPDATES)]
+        from_gpu = [
+            await one_update(setup, engine, 2 + number, is_on_gpu=True) for number in range(UPDATES, 2 * UPDATES)
+        ]
         return [
             figure,
             update_figure("update_pause_steps", setup, engine, from_gpu),

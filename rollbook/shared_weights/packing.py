@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollbook.contracts.weights import DTYPE_NAMES, WeightsError
+from rollbook.contracts.weights import DTYPE_NAMES, WeightsError, weights_digest
 
 ALIGNMENT = 64
 """Alignment of every tensor in the buffer: views of any dtype are then aligned, and copies use the fast paths."""
@@ -49,7 +49,7 @@ def headers_of(weights: Mapping[str, Tensor]) -> list[TensorHeader]:
 
 
 @dataclass(frozen=True, slots=True)
-class CopiedWhenRead:
+class _CopiedWhenRead:
     """A tensor on any device as plain bytes in main memory, for a digest; satisfies `RawTensor`.
 
     Each reading of `data` is a copy, so that a digest never has all tensors of a GPU in main memory. Copies of a GPU are in pinned
@@ -76,6 +76,11 @@ class CopiedWhenRead:
             torch.cuda.current_stream(tensor.device).synchronize()
         data: memoryview = host.reshape(-1).view(torch.uint8).numpy().data
         return data
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """The digest of tensors on any device, read on the current stream. Few of them are in main memory at a time."""
+    return weights_digest(_CopiedWhenRead(name, tensor) for name, tensor in tensors.items())
 
 
 def header_fields(headers: Sequence[TensorHeader]) -> dict[str, Any]:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from rollbook.contracts.errors import RunError, is_out_of_memory
-from rollbook.contracts.weights import weights_digest
 from rollbook.shared_weights.base import BaseOwner, NotSharedError, SharedBase
 from rollbook.shared_weights.files import WeightFiles
 from rollbook.shared_weights.modules import assign, empty_model, load_text_model, named_weights
-from rollbook.shared_weights.packing import CopiedWhenRead, headers_of
+from rollbook.shared_weights.packing import headers_of, tensors_digest
 from rollbook.trainer.model.weights import as_in_files
 
 ADAPTER_FILE = "adapter_config.json"
@@ -26,8 +25,7 @@ def own_base(directory: Path, *, dtype: str, device: str) -> tuple[BaseOwner, st
     try:
         module, read = _source(directory, getattr(torch, dtype))
         base = BaseOwner(headers_of(named_weights(module)), read, device=device)
-        weights = as_in_files(module, base.tensors)
-        return base, weights_digest(CopiedWhenRead(name, tensor) for name, tensor in weights.items())
+        return base, tensors_digest(as_in_files(module, base.tensors))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         if isinstance(error, RunError) or is_out_of_memory(error):
             raise

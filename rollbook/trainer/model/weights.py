@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rollbook.contracts.errors import is_out_of_memory
 from rollbook.contracts.weights import weights_digest
-from rollbook.shared_weights.packing import NAMES, CopiedWhenRead, PackedWeights
+from rollbook.shared_weights.packing import NAMES, PackedWeights, tensors_digest
 from rollbook.trainer.distributed.sharding import gathered
 from rollbook.trainer.files.atomic_files import sync_directory, sync_file, writing
 
@@ -183,7 +183,7 @@ def digest_of(weights: Mapping[str, Tensor]) -> str:
 def device_digest(weights: Mapping[str, Tensor]) -> str:
     """Digest of complete copies on a GPU, which training does not change. Few of them are in main memory at a time."""
     with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_initialized() else nullcontext():  # type: ignore[no-untyped-call]
-        return weights_digest(CopiedWhenRead(name, tensor) for name, tensor in weights.items())
+        return tensors_digest(weights)
 
 
 def _raw(weights: Mapping[str, Tensor]) -> Iterator[_Bytes]:

@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 from transformers.core_model_loading import revert_weight_conversion
 
 from rollbook.contracts.errors import is_out_of_memory
-from rollbook.contracts.weights import Adapter, RawTensor, TensorSource, WeightsError, weights_digest
+from rollbook.contracts.weights import Adapter, RawTensor, TensorSource, WeightsError
 from rollbook.inference.engines.embedded.adapters import POLICY, AdapterBank, Factors, LoadedAdapter
 from rollbook.inference.weights.lora import checked_settings, low_rank_pairs
 from rollbook.inference.weights.safetensors import FileTensor, is_raw
 from rollbook.shared_weights.base import SharedBase
-from rollbook.shared_weights.packing import DTYPES, NAMES, CopiedWhenRead, layout, unpack_views
+from rollbook.shared_weights.packing import DTYPES, NAMES, layout, tensors_digest, unpack_views
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class LiveWeights:
             if loaded is None:
                 return self._digest_of_base()
             is_exact = self._adapters.is_in_use(POLICY)
-            return _digest(dict(loaded.factors) if is_exact else dict(self._adapters.in_use(POLICY)))
+            return tensors_digest(dict(loaded.factors) if is_exact else dict(self._adapters.in_use(POLICY)))
 
     def base_digest(self) -> str:
         """Digest of the weights without an adapter. Call while nothing replaces them; steps may run."""
@@ -213,7 +213,7 @@ class LiveWeights:
     def _digest_of_base(self) -> str:
         """Under the published names, tied weights once."""
         named = {target.data_ptr(): name for name, target in reversed(self._targets.items())}
-        return _digest({name: self._targets[name] for name in named.values()})
+        return tensors_digest({name: self._targets[name] for name in named.values()})
 
     def _require_layers(self, names: Sequence[str]) -> None:
         unknown = sorted(name for name in names if name not in self._matrices)
@@ -275,10 +275,6 @@ def checkpoint_views(model: Any) -> dict[str, Tensor]:
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    return weights_digest(CopiedWhenRead(name, tensor) for name, tensor in tensors.items())
 
 
 def _host_bytes(name: str, tensor: Tensor) -> FileTensor:

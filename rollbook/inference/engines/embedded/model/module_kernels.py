@@ -150,7 +150,7 @@ def _replaced_norms(module: nn.Module) -> list[tuple[nn.Module, Any]]:
     """The norms whose formula is known, each with its forward as one kernel."""
     found = []
     for part in module.modules():
-        # A forward of its own would be lost.
+        # A forward that was set on the instance would be lost.
         if type(part).__name__.endswith("RMSNorm") and "forward" not in vars(part):
             with suppress(UnsupportedModelError):
                 forward = partial(_normed, Norm.of(part), part, part.forward)
