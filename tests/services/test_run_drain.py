@@ -246,7 +246,8 @@ async def test_the_death_of_the_shared_base_restarts_all_that_map_it_and_no_othe
         for role in ("trainer", "policy"):
             before = pids(supervisor)
             of[role].kill()
-            await until(lambda role=role, before=before: of[role].ready.is_set() and of[role].pid != before[role])  # type: ignore[misc]
+            await until(lambda role=role, before=before: of[role].pid not in (None, before[role]))  # type: ignore[misc]
+            await of[role].ready.wait()
             assert {**pids(supervisor), role: None} == {**before, role: None}
         (directory.path / "ready-base").unlink()
         before = pids(supervisor)
