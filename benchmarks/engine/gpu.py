@@ -37,6 +37,7 @@ from benchmarks.engine.workloads import (
     agent_turns,
     closed_loop_of,
     conversations_8b,
+    eight_bits,
     full_sizes,
     mixed_lengths,
     small_sizes,
@@ -60,7 +61,18 @@ PEERS = {
 """Measured earlier on the same kind of GPU; tokens per second, decode only for the first three."""
 HTTP_FLOOR = 60_000
 """Tokens per second."""
-PARTS = ("fidelity", "steps", "agent_turns", "mixed_lengths", "closed_loop", "http", "1.5B", "8B", "conversations")
+PARTS = (
+    "fidelity",
+    "steps",
+    "agent_turns",
+    "mixed_lengths",
+    "closed_loop",
+    "http",
+    "1.5B",
+    "8B",
+    "eight_bits",
+    "conversations",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -509,6 +521,7 @@ def main() -> int:
         if is_gpu:
             parts["1.5B"] = lambda: _on_uvloop(closed_loop_of("1.5B", QWEN_1_5B, rates, count=1024, in_flight=256))
             parts["8B"] = lambda: _on_uvloop(closed_loop_of("8B", LLAMA_8B, rates, count=384, in_flight=128, rounds=1))
+            parts["eight_bits"] = lambda: _on_uvloop(eight_bits("8B", LLAMA_8B))
             parts["conversations"] = lambda: _on_uvloop(conversations_8b())
         found = {name: guarded(name, part) for name, part in parts.items() if name in options.only}
         figures += [figure for part in found.values() for figure in part or []]

@@ -1,4 +1,6 @@
-"""Adapters, a shared base, prefix reuse, top logprobs, 8-bit caches on a GPU: `python -m benchmarks.engine.gpu_checks [--tiny]`.
+"""Checks of an engine on a GPU: `python -m benchmarks.engine.gpu_checks [--tiny]`.
+
+Adapters, a shared base, prefix reuse, top logprobs, and 8 bits for keys and values or for products.
 
 A random-weight model of SmolLM2-135M's shape. Each part compares with a plain forward of the Hugging Face module and measures the
 cost. Captured graphs hold addresses, so weights must be replaced in setup; this is checked first. If one part fails, the others
@@ -30,6 +32,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.engine.loop import in_process, requests
 from benchmarks.engine.models import SMALL, SMOLLM2_135M, Shape, build, make_model_dir, opened, publish
 from benchmarks.engine.turns import Episodes, prefix_reuse
+from benchmarks.engine.workloads import EIGHT_BITS
 from benchmarks.report import Figure, machine, print_status
 from rollbook.contracts.policy import Completion, Publication, PublicationId, SamplingParams
 from rollbook.contracts.weights import Adapter, weights_digest
@@ -42,7 +45,7 @@ from rollbook.trainer.model.frozen_base import own_base
 
 RANK = 16
 SCORE_SCALE, LOGIT_SCALE = 3.0, 10.0
-BYTE_MEAN = 0.3
+BYTE_MEAN = 0.6
 """Largest accepted mean difference of logprobs, in nats: sharpened random weights have half of it, a wrong kernel several nats."""
 PROJECTIONS: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 PROJECTIONS += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -263,9 +266,9 @@ async def single_turns(setup: Setup) -> dict[str, Any]:
     return found
 
 
-async def byte_cache(setup: Setup) -> dict[str, Any]:
-    """Keys and values in the model's dtype and with 8 bits: differences of logprobs from a plain forward in float32, bytes, and
-    speed. `--model`: of a trained model, which continues a few random tokens. Random weights have almost uniform
+async def eight_bits(setup: Setup) -> dict[str, Any]:
+    """Keys and values, or products, in the model's dtype and with 8 bits: differences of logprobs from a plain forward in float32,
+    bytes, and speed. `--model`: of a trained model, which continues a few random tokens. Random weights have almost uniform
     attention and logits, so these are sharpened."""
     if setup.trained is None:
         model = build(setup.shape)
@@ -282,8 +285,10 @@ async def byte_cache(setup: Setup) -> dict[str, Any]:
     jobs = requests(count, prompt=prompt, shortest=length, longest=length, vocab=model.config.vocab_size)
     model = model.to(setup.device)
     found: dict[str, Any] = {}
-    for kv_dtype in ("auto", "int8", "fp8"):
-        config = setup.config(kv_dtype=kv_dtype, exactness="fast", kv_memory_mb=20 if setup.is_small else 4000)
+    for kind, changes in EIGHT_BITS.items():
+        config = setup.config(
+            exactness="fast", kv_memory_mb=20 if setup.is_small and setup.trained is None else 4000, **changes
+        )
         rates: list[int] = []
         async with opened(config, setup.trained or setup.model_dir, weights) as engine:
             for _ in range(3):
@@ -296,7 +301,7 @@ async def byte_cache(setup: Setup) -> dict[str, Any]:
                 )
                 rates.append(round(count * length / (time.perf_counter() - started)))
             errors = [deviation(model, job.prompt, one) for job, one in zip(jobs[:32], completions, strict=False)]
-            found[kv_dtype] = {
+            found[kind] = {
                 "ways": engine.parts.choices,
                 "bytes_per_token": engine.parts.model.bytes_per_row()[0],
                 "max": max(largest for largest, _ in errors),
@@ -380,7 +385,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="the same on a CPU, to test the script")
     parser.add_argument("--parts", nargs="+", help="only these parts")
     parser.add_argument(
-        "--model", type=Path, help="directory of a trained model for byte_cache, instead of random weights"
+        "--model", type=Path, help="directory of a trained model for eight_bits, instead of random weights"
     )
     parser.add_argument("--own", nargs=3, metavar=("MODEL", "DTYPE", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -394,7 +399,7 @@ def main() -> int:
         "shared_base": shared_base,
         "prefixes": prefixes,
         "single_turns": single_turns,
-        "byte_cache": byte_cache,
+        "eight_bits": eight_bits,
     }
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -440,10 +445,8 @@ def _checks(found: dict[str, Any]) -> list[Figure]:
         errors["adapter_logprobs_float32"] = max(measured, default=float("nan"))
     if "prefixes" in found:
         errors["prefix_logprobs_float32"] = found["prefixes"].get("float32_max", float("nan"))
-    measured_caches = found.get("byte_cache", {})
-    means = {
-        f"{name}_logprobs_mean": measured_caches[name]["mean"] for name in ("int8", "fp8") if name in measured_caches
-    }
+    measured_bytes = found.get("eight_bits", {})
+    means = {f"{kind}_logprobs_mean": one["mean"] for kind, one in measured_bytes.items() if kind in EIGHT_BITS}
     errors |= means
     figures = [
         Figure(name=name, ours=error, peer=most, unit="nats", ratio=most / max(error, 1e-9), floor=1.0)

@@ -223,6 +223,39 @@ async def closed_loop_of(
     return [_figure(f"closed_loop_{name}", ours, limit, "tokens/s", floor=0.5)]
 
 
+EIGHT_BITS: dict[str, dict[str, str]] = {
+    "fast": {},
+    "int8_cache": {"kv_dtype": "int8"},
+    "fp8_cache": {"kv_dtype": "fp8"},
+    "fp8_weights": {"weights_dtype": "fp8"},
+    "fp8_both": {"kv_dtype": "fp8", "weights_dtype": "fp8"},
+}
+
+
+async def eight_bits(name: str, shape: Shape, *, in_flight: Sequence[int] = (16, 128)) -> list[Figure]:
+    """Prompts of 512 tokens and 256 tokens each, with keys and values, products, or both with 8 bits, against `fast` without."""
+    rng, found = random.Random(0), dict[str, dict[int, float]]()
+    for kind, changes in EIGHT_BITS.items():
+        config = InferenceConfig.model_validate(
+            {"device": "cuda", "dtype": "bfloat16", "max_running": max(in_flight), "max_model_len": 1024}
+            | {"max_queued": 100_000, "exactness": "fast"}
+            | changes
+        )
+        async with random_engine(shape, config) as engine:
+            for rows in in_flight:
+                lengths = [(512, 256)] * rows
+                # The first warms up.
+                runs = [await in_process(engine, _jobs(lengths, shape.vocab, rng), rows) for _ in range(3)][1:]
+                found.setdefault(kind, {})[rows] = statistics.median(run.tokens_per_s for run in runs)
+        print_status(f"  {name}, {kind}: {found[kind]} tokens/s; {engine.parts.choices}")
+    return [
+        _figure(f"{name}_{kind}_{rows}", found[kind][rows], found["fast"][rows], "tokens/s", floor=None)
+        for kind in EIGHT_BITS
+        for rows in in_flight
+        if kind != "fast"
+    ]
+
+
 PUBLIC_8B = {"SGLang": 16_215, "LMDeploy": 16_132, "vLLM with FlashInfer": 12_553}
 """Output tokens per second of Llama 3.1 8B in bfloat16 on an H100 of 80 GB, 1,000 ShareGPT prompts at once. From
 https://research.aimultiple.com/inference-engines, read in November 2026; not measured here."""

@@ -131,6 +131,12 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
     floats (e4m3), on a CPU or a GPU of compute capability 8.9 or later. Both need `exactness` = `fast` and the fast forward with
     attention in all layers."""
 
+    weights_dtype: Literal["auto", "fp8"] = "auto"
+    """How the projections of the layers are multiplied. `auto`: in `dtype`. `fp8`: as 8-bit floats (e4m3), with a scale for each
+    output and each token. Decode steps then read half as many bytes of weights, from copies that take half of the weights' memory
+    in addition. On a CPU or a GPU of compute capability 8.9 or later; needs `exactness` = `fast` and the fast forward with
+    attention in all layers and no experts."""
+
     threads: int = Field(default=1, ge=1)
     """CPU threads of torch."""
 
@@ -231,21 +237,23 @@ class InferenceConfig(BaseModel, frozen=True, extra="forbid"):
         return self
 
     @model_validator(mode="after")
-    def _check_kv_dtype(self) -> Self:
-        if self.kv_dtype == "auto":
-            return self
-        if self.engine != "transformers":
-            hint = "; for vLLM, add --kv-cache-dtype and fp8 to vllm.args" if self.engine == "vllm" else ""
-            raise ValueError(
-                f'kv_dtype = "{self.kv_dtype}": only engine = "transformers" reads it, and engine is {self.engine}{hint}'
-            )
-        if self.forward == "module":
-            raise ValueError(f'kv_dtype = "{self.kv_dtype}" needs the fast forward: set forward = "auto"')
-        if self.exactness == "bitwise":
-            raise ValueError(
-                f'kv_dtype = "{self.kv_dtype}" rounds keys and values, so logprobs have not the bits of the trainer: '
-                'set exactness = "fast"'
-            )
+    def _check_eight_bits(self) -> Self:
+        for name, value, argument, rounded in (
+            ("kv_dtype", self.kv_dtype, "--kv-cache-dtype", "keys and values"),
+            ("weights_dtype", self.weights_dtype, "--quantization", "weights"),
+        ):
+            if value == "auto":
+                continue
+            given = f'{name} = "{value}"'
+            if self.engine != "transformers":
+                hint = f"; for vLLM, add {argument} and fp8 to vllm.args" if self.engine == "vllm" else ""
+                raise ValueError(f'{given}: only engine = "transformers" reads it, and engine is {self.engine}{hint}')
+            if self.forward == "module":
+                raise ValueError(f'{given} needs the fast forward: set forward = "auto"')
+            if self.exactness == "bitwise":
+                raise ValueError(
+                    f'{given} rounds {rounded}, so logprobs have not the bits of the trainer: set exactness = "fast"'
+                )
         return self
 
     @field_validator("device")

@@ -24,7 +24,7 @@ SMALLEST = {
     "loop.startup": "--repetitions 1",
     "loop.out_of_memory": "--tiny --cases plan trainer passes",
     "loop.defaults": "--tiny",
-    "engine.gpu_checks": "--tiny --parts shared_base byte_cache",
+    "engine.gpu_checks": "--tiny --parts shared_base eight_bits",
     "engine.families": "--tiny --only gpt-oss-20B",
 }
 

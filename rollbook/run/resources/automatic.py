@@ -113,9 +113,10 @@ class Resolution:
             return [", ".join(parts), *self.notes]
         cache = inference.kv_memory_mb
         stored = "" if inference.kv_dtype == "auto" else f" in {inference.kv_dtype}"
+        rounded = "" if inference.weights_dtype == "auto" else f" with {inference.weights_dtype} weights"
         lines = [
             trainer_line(trainer),
-            f"policy: {inference.device}, {inference.dtype}, {inference.max_running} requests, keys and values "
+            f"policy: {inference.device}, {inference.dtype}{rounded}, {inference.max_running} requests, keys and values "
             f"{cache if isinstance(cache, str) else f'{cache / 1000:.1f} GB'}{stored}, weights by {inference.transfer}"
             + (f", {inference.replicas} replicas" if inference.replicas > 1 else ""),
             f"rollout: {_count(rollout.workers, 'worker')}",

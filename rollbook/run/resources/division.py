@@ -111,7 +111,8 @@ def estimated_step_s(model: ModelFacts, config: RunConfig, division: Division) -
     operations = (6 if config.trainer.lora is None else 4) * model.active_parameters
     speed = FLOPS * ranks * (RANKS_SHARE if ranks > 1 else 1.0)
     # The tokens of a step use all experts together.
-    read, compute = 2 * model.parameters / BANDWIDTH, 2 * model.active_parameters / FLOPS
+    bytes_each = 2 if config.inference.weights_dtype == "auto" else 1
+    read, compute = bytes_each * model.parameters / BANDWIDTH, 2 * model.active_parameters / FLOPS
     cached = row_bytes(model, "bfloat16" if config.inference.kv_dtype == "auto" else EIGHT_BITS, tokens) / BANDWIDTH
     durations = Durations(
         tasks=(TaskDurations(groups=tuple(_group(tokens, work) for work in WORKS)),),

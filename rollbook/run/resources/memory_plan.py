@@ -110,6 +110,8 @@ class Sizes:
     policy_dtype: str = "float32"
     has_byte_cache: bool = False
     """Whether keys and values have 8 bits a number."""
+    has_fp8_weights: bool = False
+    """Whether the policy's projections have copies with 8 bits a number."""
     has_routes: bool = False
     """Whether the chosen experts are kept with the keys and values."""
     kv_bytes: int = 0
@@ -354,6 +356,8 @@ def _engine_parts(model: ModelFacts, sizes: Sizes, place: str, process: str) -> 
         yield Part(place, process, "new weights", 2 * size * trained_parameters(model, sizes))
     elif not (sizes.has_mapped_weights and published_bytes(model, sizes) == size * model.parameters):
         yield Part(place, process, "new weights", size * model.parameters)
+    if sizes.has_fp8_weights:
+        yield Part(place, process, "8-bit weights", model.layers * model.layer_parameters)
     yield Part(place, process, "keys and values", sizes.kv_bytes)
     if is_gpu:
         tokens = max(sizes.forward_tokens, sizes.max_running)
@@ -491,6 +495,7 @@ def _smaller(model: ModelFacts, sizes: Sizes) -> Iterator[tuple[str, str, Sizes]
             str(MIN_FORWARD),
             {"forward_tokens": MIN_FORWARD},
         ),
+        (sizes.has_fp8_weights, "inference.weights_dtype", '"auto"', {"has_fp8_weights": False}),
         (sizes.max_running > MIN_RUNNING, "inference.max_running", str(MIN_RUNNING), {"max_running": MIN_RUNNING}),
         (sizes.has_own_evaluation, "evaluation.policy", '"shared"', {"has_own_evaluation": False}),
         (sizes.keep_checkpoints > 1, "trainer.keep_checkpoints", "1", {"keep_checkpoints": 1}),

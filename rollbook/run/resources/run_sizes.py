@@ -75,6 +75,7 @@ def sizes_of(config: RunConfig, machine: Machine) -> Sizes:
         policy_device=inference.device,
         policy_dtype=inference.dtype,
         has_byte_cache=inference.kv_dtype != "auto",
+        has_fp8_weights=inference.weights_dtype != "auto",
         kv_bytes=0 if isinstance(kv, str) else round(kv * 10**6),
         max_running=inference.max_running,
         forward_tokens=inference.forward_tokens or STEP_TOKENS,

@@ -1,4 +1,5 @@
-"""With keys and values in 8 bits, logprobs are those of a forward that rounds them the same, whatever a row goes through."""
+"""With 8 bits for keys and values, or for products, logprobs are those of a forward that rounds the same, whatever a row goes
+through."""
 
 import asyncio
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import DynamicCache
 
 from rollbook.contracts.errors import RunError
@@ -26,6 +28,7 @@ from tests.parts.inference.engines import TinyModel, embedded, some_prompts, unt
 from tests.parts.inference.models import build_model, plain_logprobs
 
 SETTINGS: dict[str, Any] = {"kv_dtype": "int8", "exactness": "fast", "max_running": 8, "kv_memory_mb": 8.0}
+FP8_WEIGHTS: dict[str, Any] = {"weights_dtype": "fp8", "exactness": "fast", "max_running": 8, "kv_memory_mb": 8.0}
 FORMATS = eight_bits.FORMATS
 
 
@@ -166,14 +169,26 @@ async def test_the_same_memory_holds_more_blocks(root: Path) -> None:
     ],
 )
 def test_settings_that_exclude_eight_bits_are_refused_with_a_remedy(settings: dict[str, Any], remedy: str) -> None:
-    with pytest.raises(ValidationError, match=remedy):
-        InferenceConfig(kv_dtype="int8", **settings)
+    for one in ({"kv_dtype": "int8"}, {"weights_dtype": "fp8"}):
+        with pytest.raises(ValidationError, match=remedy):
+            InferenceConfig.model_validate(one | settings)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("gpt2", "fast forward"), ("qwen3_5_text", "recurrent")])
-async def test_models_without_the_path_are_refused_with_the_reason(root: Path, kind: str, reason: str) -> None:
-    with pytest.raises(RunError, match=rf'kv_dtype = "int8" cannot be used: .*{reason}.* Set it to "auto"'):
-        async with embedded(TinyModel(root=root, kind=kind), **SETTINGS):
+@pytest.mark.parametrize(
+    ("kind", "given", "reason"),
+    [
+        ("gpt2", SETTINGS, 'kv_dtype = "int8" cannot be used: .*fast forward'),
+        ("qwen3_5_text", SETTINGS, 'kv_dtype = "int8" cannot be used: .*recurrent'),
+        ("gpt2", FP8_WEIGHTS, 'weights_dtype = "fp8" cannot be used: .*fast forward'),
+        ("qwen3_5_text", FP8_WEIGHTS, 'weights_dtype = "fp8" cannot be used: .*attention in all layers'),
+        ("qwen3_moe", FP8_WEIGHTS, 'weights_dtype = "fp8" cannot be used: .*no experts'),
+    ],
+)
+async def test_models_without_the_path_are_refused_with_the_reason(
+    root: Path, kind: str, given: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RunError, match=rf'{reason}.* Set it to "auto"'):
+        async with embedded(TinyModel(root=root, kind=kind), **given):
             pass
 
 
@@ -185,11 +200,96 @@ def test_gpus_without_fp8_are_refused_by_name_and_int8_is_named(monkeypatch: pyt
     monkeypatch.setattr(torch, "cuda", names)
     with pytest.raises(RunError, match=r'"fp8" cannot be used: NVIDIA A100 .* 8\.9; "int8" needs none'):
         build.store_eight_bits(model, module, [], kv_dtype="fp8")
+    with pytest.raises(RunError, match=r'weights_dtype = "fp8" cannot be used: NVIDIA A100 .* 8\.9'):
+        build.use_fp8_weights(model, module, [])
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_a_model_whose_logits_change_too_much_is_refused(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = build_model()
     monkeypatch.setattr(build, "EIGHT_BITS_TOLERANCE", 1e-3)
+    monkeypatch.setattr(build, "FP8_WEIGHTS_TOLERANCE", 1e-3)
     with pytest.raises(RunError, match=r"the logits of this model have a relative error of 0\.\d+"):
         build.store_eight_bits(LlamaForward(module, max_model_len=64), module, [], kv_dtype=kv_dtype)
+    with pytest.raises(RunError, match=r"the logits of this model have a relative error of 0\.\d+"):
+        build.use_fp8_weights(LlamaForward(module, max_model_len=64), module, [])
+
+
+def test_sizes_that_fp8_products_do_not_support_are_named() -> None:
+    weights = [torch.zeros(16, 40), torch.zeros(8, 32)]
+    assert eight_bits.why_no_products(torch.device("cpu"), torch.float32, weights) == (
+        "sizes of its projections are no multiples of 16: 8, 40"
+    )
+    assert (
+        eight_bits.why_no_products(torch.device("cuda"), torch.float32, [])
+        == "it needs bfloat16 (inference.dtype) on a GPU"
+    )
+
+
+def rounded_lines(x: Tensor) -> Tensor:
+    numbers, scales = eight_bits.scaled_lines(x.flatten(0, -2))
+    return (numbers.float() * scales).view(x.shape)
+
+
+class RoundedLinear(nn.Module):
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = rounded_lines(layer.weight), layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(rounded_lines(x), self.weight, self.bias)
+
+
+def rounded_model(model: Any) -> Any:
+    """The module, with every projection of its layers as the engine computes it."""
+    with torch.no_grad():
+        for name, layer in list(model.model.layers.named_modules()):
+            if isinstance(layer, nn.Linear):
+                owner, _, last = name.rpartition(".")
+                setattr(model.model.layers.get_submodule(owner), last, RoundedLinear(layer))
+    return model
+
+
+def assert_products_rounded_alike(
+    model: Any, prompts: list[list[int]], completions: list[Completion], starts: list[int] | None = None
+) -> None:
+    rounded, found = rounded_model(model), []
+    for prompt, one, start in zip(prompts, completions, starts or [0] * len(prompts), strict=True):
+        expected = plain_logprobs(rounded, [*prompt, *one.token_ids.tolist()], len(prompt) + start)
+        found.append(np.abs(one.logprobs[start:] - expected))
+    # As above: a number in the middle between two others.
+    assert np.quantile(np.concatenate(found), 0.75) < 1e-3
+    assert np.concatenate(found).mean() < 2e-2
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["slots", "blocks"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+async def test_with_fp8_weights_logprobs_are_those_of_a_module_that_rounds_its_products(
+    root: Path, kind: str, is_captured: bool
+) -> None:
+    tiny, prompts = TinyModel(root=root, kind=kind), some_prompts(12, 4, 60)
+    async with embedded(tiny, is_captured=is_captured, **FP8_WEIGHTS) as engine:
+        assert any(choice.startswith("weights of projections: fp8") for choice in engine.parts.choices)
+        first = await play(engine, prompts)
+        turns = [[*p, *c.token_ids.tolist(), 5] for p, c in zip(prompts, first, strict=True)]
+        second = await play(engine, turns)
+        assert engine.parts.weights.digest() == tiny.weights(1)[0].digest
+    assert_products_rounded_alike(tiny.model(1), prompts, first)
+    assert_products_rounded_alike(tiny.model(1), turns, second)
+    exact = [
+        plain_logprobs(tiny.model(1), [*p, *c.token_ids.tolist()], len(p)) for p, c in zip(prompts, first, strict=True)
+    ]
+    assert max(np.abs(c.logprobs - e).max() for c, e in zip(first, exact, strict=True)) > 0.01
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["slots", "blocks"])
+async def test_fp8_weights_are_copied_again_at_an_update(root: Path, is_captured: bool) -> None:
+    tiny, prompts = TinyModel(root=root), some_prompts(4, 20, 40)
+    async with embedded(tiny, is_captured=is_captured, kv_after_update="recompute", **FP8_WEIGHTS) as engine:
+        futures = [engine.submit(prompt, SamplingParams(max_tokens=60)) for prompt in prompts]
+        await until(lambda: engine.stats().tokens > 20)
+        await engine.load_weights(*tiny.weights(2))
+        completions = await asyncio.gather(*futures)
+    changed = [int((completion.versions == 1).sum()) for completion in completions]
+    assert any(0 < count < 60 for count in changed)
+    assert_products_rounded_alike(tiny.model(2), prompts, completions, changed)

@@ -288,6 +288,21 @@ def test_rotation_and_cache_write(name: str, layer: str) -> None:
     torch.testing.assert_close(*stored, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lines_are_scaled_to_the_end_of_the_8_bit_floats(dtype: torch.dtype) -> None:
+    case = make_case(SHAPES["one key head"])
+    # Numbers of the format times a power of two for each line: the interpreter rounds without a carry.
+    numbers_ME = (random(9, 40, seed=3) * 100).clamp(-400, 400).to(torch.float8_e4m3fn).float()
+    numbers_ME[:, 7] = 448
+    numbers_ME[4] = 0
+    wide_ME = (numbers_ME * torch.exp2(torch.arange(-5.0, 4.0, device=DEVICE))[:, None]).to(dtype)
+    for x_ME in (wide_ME, wide_ME[:, 3:35]):
+        (ours, our_scales), (expected, expected_scales) = (ops.scaled(x_ME) for ops in case.ops)
+        assert torch.equal(our_scales, expected_scales)
+        assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal((ours.float() * our_scales).to(dtype), x_ME)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("is_rotated", [False, True], ids=["no positions", "halves"])
 @pytest.mark.parametrize("stored", eight_bits.LARGEST, ids=str)

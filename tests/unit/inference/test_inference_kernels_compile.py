@@ -26,7 +26,8 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     pytest.skip("compiles for other GPUs, so without one and without the interpreter", allow_module_level=True)
 
-from rollbook.numerics import triton_attention, triton_logprobs, triton_rows  # noqa: E402  # they need Triton
+from rollbook.inference.engines.embedded.model import triton_kernels  # noqa: E402  # they need Triton
+from rollbook.numerics import triton_attention, triton_logprobs, triton_rows  # noqa: E402
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 """Bytes of a program by compute capability: A100, cards of 24 GB, the next generation of them, H200."""
@@ -76,14 +77,27 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return found
 
 
+def skip_without_fp8() -> None:
+    target = triton.runtime.driver.active.get_current_target()
+    if target.arch < 10 * FP8_CAPABILITY[0] + FP8_CAPABILITY[1]:
+        pytest.skip("the engine refuses fp8 there")
+
+
+@pytest.mark.parametrize("width", [576, 28_672])
+def test_lines_are_scaled_in_one_program_each(width: int, compiled: Compiled) -> None:
+    skip_without_fp8()
+    numbers_ME, scales_M1 = triton_kernels.launch_scaled_lines(torch.zeros(3, width, dtype=torch.bfloat16))
+    assert (numbers_ME.shape, scales_M1.shape) == ((3, width), (3, 1))
+    assert compiled.names == ["_scaled_lines"]
+
+
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("stored", [None, *eight_bits.LARGEST], ids=str)
 def test_attention_fits_in_the_memory_of_a_program(
     size: int, stored: torch.dtype | None, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = triton.runtime.driver.active.get_current_target()
-    if stored is eight_bits.FP8 and target.arch < 10 * FP8_CAPABILITY[0] + FP8_CAPABILITY[1]:
-        pytest.skip("the engine refuses fp8 there")
+    if stored is eight_bits.FP8:
+        skip_without_fp8()
 
     def zeros(*shape: int, seed: int = 0) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.bfloat16)

@@ -109,6 +109,15 @@ def test_with_eight_bits_the_same_requests_take_half_the_cache(tmp_path: Path) -
     assert cache("fp8", "inference.dtype=float32") == cache("fp8")
 
 
+def test_the_copies_of_fp8_weights_are_planned_and_shown(tmp_path: Path) -> None:
+    found = resolved(project(tmp_path, "1.5b"), "inference.exactness=fast", "inference.weights_dtype=fp8")
+    assert found.plan is not None
+    copies = next(part for part in found.plan.parts if part.what == "8-bit weights")
+    # A byte for each parameter of the layers' matrices.
+    assert copies.num_bytes == pytest.approx(1.31e9, rel=0.01)
+    assert any("bfloat16 with fp8 weights" in line for line in found.lines())
+
+
 @pytest.mark.parametrize(
     "override",
     [

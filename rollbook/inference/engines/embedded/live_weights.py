@@ -6,7 +6,7 @@ its own buffers only (`adapters.py`); the base stays as it is.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,13 +59,16 @@ class LiveWeights:
         adapters: AdapterBank | None = None,
         *,
         base: SharedBase | None = None,
+        on_new_base: Callable[[], None] = lambda: None,
     ) -> None:
-        """`base`: holds the weights of the model, which other processes read too. Then only adapters are replaced."""
+        """`base`: holds the weights of the model, which other processes read too. Then only adapters are replaced. `on_new_base`:
+        called after weights were replaced, before the next forward."""
         self._matrices = dict(model.state_dict())
         """By the names in the module."""
         self._targets = checkpoint_views(model)
         """By the names of published weights."""
         self._adapters = AdapterBank(model) if adapters is None else adapters
+        self._on_new_base = on_new_base
         self._device = device
         self._staging = _stream(device) if device.type == "cuda" else None
         self.is_comparable = False
@@ -176,18 +179,22 @@ class LiveWeights:
                 self._adapters.forget()
             else:
                 self._adapters.replaced(plan.slot, plan.loaded, plan.grown)
-            if self._staging is not None and targets and plan.is_staged:
+            is_copied_on_device = self._staging is not None and bool(targets) and plan.is_staged
+            if is_copied_on_device:
                 torch._foreach_copy_(targets, sources)
                 # Allocated on the staging stream: its memory may be reused only after this copy. Most are views of one block.
                 blocks = {source.untyped_storage().data_ptr(): source for source in sources}
                 for source in blocks.values():
                     source.record_stream(torch.cuda.current_stream(self._device))
+            else:
+                for source, target in zip(sources, targets, strict=True):
+                    target.copy_(source)
+            if plan.is_new_base:
+                self._on_new_base()
+            if is_copied_on_device:
                 self._applied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 self._applied.record()
-                return
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source)
-            if self._staging is not None:
+            elif self._staging is not None:
                 torch.cuda.current_stream(self._device).synchronize()
 
     def digest(self) -> str:

@@ -10,6 +10,7 @@ several programs and joined afterwards. If Triton cannot be imported, `kernels_m
 import torch
 from torch import Tensor
 
+from rollbook.inference.engines.embedded.model import eight_bits
 from rollbook.inference.engines.embedded.model.packed import PackedStep
 from rollbook.inference.engines.embedded.model.torch_ops import HeadShape, TorchOps
 from rollbook.inference.engines.embedded.sampling import RowSampling, truncated
@@ -55,6 +56,9 @@ class KernelOps:
     def gate(self, both_MF: Tensor) -> Tensor:
         return _gated(both_MF, self._activation)
 
+    def scaled(self, x_ME: Tensor) -> eight_bits.Scaled:
+        return triton_kernels.launch_scaled_lines(x_ME)
+
 
 class SlotKernelOps(TorchOps):
     """Over slots with recurrent states: the state of a row is read and written once in a step. Attention is that of torch."""
@@ -76,6 +80,9 @@ class SlotKernelOps(TorchOps):
 
     def gate(self, both_MF: Tensor) -> Tensor:
         return _gated(both_MF, self._name)
+
+    def scaled(self, x_ME: Tensor) -> eight_bits.Scaled:
+        return triton_kernels.launch_scaled_lines(x_ME)
 
 
 def _gated(both_MF: Tensor, activation: Activation) -> Tensor:

@@ -107,6 +107,8 @@ class LlamaForward:
         self.shapes = [LayerShape(keys, size, size)] * len(attending)
         self.cache_dtype = self.dtype
         """The dtype of stored keys and values."""
+        self._fp8_weights: dict[str, eight_bits.Fp8Weight] = {}
+        """By the name of the projection, if products have 8 bits."""
         self.states = [StateShape(*delta.state_sizes) for delta in self.recipe.delta if delta is not None]
         self._embedding_VE: Tensor = model.model.embed_tokens.weight
         self._head_VE: Tensor = model.get_output_embeddings().weight
@@ -131,6 +133,27 @@ class LlamaForward:
         assert not self.states, "states have the dtype of the model"
         self.cache_dtype, width = eight_bits.FORMATS[kv_dtype], self.heads.size + eight_bits.EXPONENT_BYTES
         self.shapes = [LayerShape(self.heads.keys, width, width)] * len(self.shapes)
+
+    @property
+    def projections(self) -> Iterator[_Projection]:
+        """Those that all tokens pass."""
+        for layer in self._layers:
+            yield from (layer.fused, layer.out)
+            if layer.mlp is not None:
+                yield from (layer.mlp.gate_up, layer.mlp.down)
+
+    @property
+    def has_fp8_weights(self) -> bool:
+        return bool(self._fp8_weights)
+
+    def use_fp8_weights(self) -> None:
+        self._fp8_weights = {each.name: eight_bits.Fp8Weight.of(each.weight_OE) for each in self.projections}
+        self.renew_copies()
+
+    def renew_copies(self) -> None:
+        """Call after the weights were replaced."""
+        for weight in self._fp8_weights.values():
+            weight.renew(self.packed_ops.scaled)
 
     @property
     def has_windows(self) -> bool:
@@ -167,10 +190,10 @@ class LlamaForward:
             return operation
 
         yield "norm", wide, lambda x_ME: ops.norm(x_ME, self._last_norm)
-        yield f"product {layer.fused.name}", wide, lambda x_ME: self._projected(x_ME, layer.fused, None)
+        yield f"product {layer.fused.name}", wide, lambda x_ME: self._projected(x_ME, layer.fused, ops, None)
         yield f"product {layer.out.name}", layer.out.weight_OE.shape[1], added(layer.out)
         if (mlp := layer.mlp) is not None:
-            yield f"product {mlp.gate_up.name}", wide, lambda x_ME: self._projected(x_ME, mlp.gate_up, None)
+            yield f"product {mlp.gate_up.name}", wide, lambda x_ME: self._projected(x_ME, mlp.gate_up, ops, None)
             yield "gate", len(mlp.gate_up.weight_OE), ops.gate
             yield f"product {mlp.down.name}", mlp.down.weight_OE.shape[1], added(mlp.down)
         yield f"product {HEAD}", wide, lambda x_ME: float32_logits(x_ME, self._head_VE)
@@ -260,7 +283,7 @@ class LlamaForward:
 
     def _fused(self, hidden_ME: Tensor, layer: _Layer, ops: Ops, adapters: AdapterRows | None) -> Tensor:
         norm = layer.before_attention
-        return self._projected(hidden_ME if norm is None else ops.norm(hidden_ME, norm), layer.fused, adapters)
+        return self._projected(hidden_ME if norm is None else ops.norm(hidden_ME, norm), layer.fused, ops, adapters)
 
     def _without_gates(self, fused_MX: Tensor, attention: Attention) -> tuple[Tensor, Tensor | None]:
         """Queries, keys and values, and the gates of the results."""
@@ -271,8 +294,11 @@ class LlamaForward:
         queries_MD, gates_MD = (part.reshape(-1, ends) for part in both_M2QD.unbind(dim=1))
         return torch.cat((queries_MD, fused_MX[:, 2 * ends :]), dim=1), gates_MD
 
-    def _projected(self, x_ME: Tensor, projection: _Projection, adapters: AdapterRows | None) -> Tensor:
-        projected_MO = F.linear(x_ME, projection.weight_OE, projection.bias_O)
+    def _projected(self, x_ME: Tensor, projection: _Projection, ops: Ops, adapters: AdapterRows | None) -> Tensor:
+        if (weight := self._fp8_weights.get(projection.name)) is None:
+            projected_MO = F.linear(x_ME, projection.weight_OE, projection.bias_O)
+        else:
+            projected_MO = weight.product(ops.scaled(x_ME), projection.bias_O, x_ME.dtype)
         self.adapters.add(projection.name, projected_MO, x_ME, adapters)
         return projected_MO
 
@@ -287,7 +313,7 @@ class LlamaForward:
         """Adds to the residual stream in place. The chosen experts of a mixture are appended to `chosen`."""
         norm, mixture, mlp = layer.before_mlp, layer.mixture, layer.mlp
         normed_ME = hidden_ME if norm is None else ops.norm(hidden_ME, norm)
-        gated_MF = None if mlp is None else ops.gate(self._projected(normed_ME, mlp.gate_up, adapters))
+        gated_MF = None if mlp is None else ops.gate(self._projected(normed_ME, mlp.gate_up, ops, adapters))
         if mixture is None:
             assert mlp is not None, "a layer has a feed-forward part, or experts"
             assert gated_MF is not None, "a layer has a feed-forward part, or experts"
@@ -299,9 +325,9 @@ class LlamaForward:
         chosen.append(chosen_MK)
         mixed_ME = mixture.experts(normed_ME, chosen_MK, weights_MK, gate=ops.gate)
         if mlp is not None and gated_MF is not None:
-            shared_ME = self._projected(gated_MF, mlp.down, adapters)
+            shared_ME = self._projected(gated_MF, mlp.down, ops, adapters)
             if mixture.shared_gate is not None:
-                shared_ME.mul_(torch.sigmoid(self._projected(normed_ME, mixture.shared_gate, adapters)))
+                shared_ME.mul_(torch.sigmoid(self._projected(normed_ME, mixture.shared_gate, ops, adapters)))
             mixed_ME += shared_ME
         self._add_result(hidden_ME, mixed_ME, mixture.norm, ops)
 
@@ -311,7 +337,7 @@ class LlamaForward:
         """Add a projection, normalised and scaled, to the residual stream in place."""
         is_plain, norm, scale = projection.bias_O is None, projection.norm, self.recipe.residual_scale
         is_alone = norm is None and scale == 1.0 and not self.adapters.has(projection.name, adapters)
-        if is_plain and is_alone and not self.is_exact and not self._rounds_products:
+        if is_plain and is_alone and not (self.is_exact or self._rounds_products or self._fp8_weights):
             hidden_ME.addmm_(x_MD, projection.weight_EO)
             return
         # The product, and the sum of base and adapter, are rounded before they are added, as in the trainer.
@@ -319,7 +345,7 @@ class LlamaForward:
             projected_ME = product(x_MD, projection.weight_EO)
             self.adapters.add(projection.name, projected_ME, x_MD, adapters)
         else:
-            projected_ME = self._projected(x_MD, projection, adapters)
+            projected_ME = self._projected(x_MD, projection, ops, adapters)
         self._add_result(hidden_ME, projected_ME, norm, ops)
 
     def _add_result(self, hidden_ME: Tensor, result_ME: Tensor, norm: Norm | None, ops: Ops) -> None:

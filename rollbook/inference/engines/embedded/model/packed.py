@@ -72,6 +72,8 @@ class PackedOps(Protocol):
 
     def gate(self, both_MF: Tensor) -> Tensor: ...
 
+    def scaled(self, x_ME: Tensor) -> eight_bits.Scaled: ...
+
 
 class PackedTorchOps:
     """Reads the keys of every token separately: simple and slow."""
@@ -127,3 +129,6 @@ class PackedTorchOps:
         gates, ups = both_MF.chunk(2, dim=-1)
         gated: Tensor = self._activation(gates).mul_(ups)
         return gated
+
+    def scaled(self, x_ME: Tensor) -> eight_bits.Scaled:
+        return eight_bits.scaled_lines(x_ME)

@@ -223,6 +223,9 @@ class TorchOps:
         gated: Tensor = self._activation(gates).mul_(ups)
         return gated
 
+    def scaled(self, x_ME: Tensor) -> eight_bits.Scaled:
+        return eight_bits.scaled_lines(x_ME)
+
     def _write_at(self, rows_M: Tensor, at_M: Tensor, slots: SlotCache) -> Tensor:
         device, keys = at_M.device, self._heads.keys
         joint = slots.joint[0]

@@ -330,6 +330,33 @@ def _attend_tiles(
     tl.store(to_ptr, mean.to(out_ptr.dtype.element_ty), mask=is_query)
 
 
+@triton.jit
+def _scaled_lines(
+    x_ptr, numbers_ptr, scales_ptr, width, stride, BLOCK: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr
+):
+    line = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_in = columns < width
+    x = tl.load(x_ptr + line * stride + columns, mask=is_in, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=0) / LARGEST, LEAST)
+    tl.store(scales_ptr + line, scale)
+    tl.store(numbers_ptr + line * width + columns, (x / scale).to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=is_in)
+
+
+def launch_scaled_lines(x_ME: Tensor) -> eight_bits.Scaled:
+    """As `eight_bits.scaled_lines`."""
+    lines, width = x_ME.shape
+    block = triton.next_power_of_2(width)
+    numbers_ME = torch.empty((lines, width), dtype=torch.uint8, device=x_ME.device)
+    scales_M1 = torch.empty((lines, 1), dtype=torch.float32, device=x_ME.device)
+    _scaled_lines[(lines,)](
+        x_ME, numbers_ME, scales_M1, width, x_ME.stride(0),
+        BLOCK=block, LARGEST=eight_bits.FP8_LARGEST, LEAST=eight_bits.SMALLEST_SCALE,
+        num_warps=4 if block <= 2048 else 8, enable_fp_fusion=True,
+    )  # fmt: skip
+    return numbers_ME.view(torch.float8_e4m3fn), scales_M1
+
+
 def query_tile(heads: HeadShape) -> int:
     """Number of tokens in a tile of prefill attention."""
     return max(1, QUERY_LINES // heads.group)
