@@ -26,14 +26,19 @@ FEW = 16
 
 @triton.jit
 def _rms_norm(
-    x_ptr, weight_ptr, out_ptr, epsilon, width, stride,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
+    x_ptr, added_ptr, weight_ptr, out_ptr, epsilon, width, stride,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr, ROUNDS_ONCE: tl.constexpr, IS_SUM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_in = columns < width
     start = (row // HEADS) * stride + (row % HEADS) * width
     x = tl.load(x_ptr + start + columns, mask=is_in, other=0.0).to(tl.float32)
+    if IS_SUM:
+        added = tl.load(added_ptr + start + columns, mask=is_in, other=0.0).to(tl.float32)
+        total = (x + added).to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + start + columns, total, mask=is_in)
+        x = total.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + epsilon)
     weight = tl.load(weight_ptr + columns, mask=is_in, other=0.0).to(tl.float32)
     if ADDS_ONE:
@@ -44,13 +49,17 @@ def _rms_norm(
     tl.store(out_ptr + start + columns, (normed * weight).to(out_ptr.dtype.element_ty), mask=is_in)
 
 
-def launch_rms_norm(x_ME: Tensor, norm: Norm, out_ME: Tensor) -> None:
-    """Rows that are longer than the norm's weight consist of parts, which are normalised separately. `out_ME` may be `x_ME`."""
+def launch_rms_norm(x_ME: Tensor, norm: Norm, out_ME: Tensor, *, added_ME: Tensor | None = None) -> None:
+    """Rows that are longer than the norm's weight consist of parts, which are normalised separately. `out_ME` may be `x_ME`.
+
+    `added_ME`: is added to `x_ME` in place first, both contiguous.
+    """
     width = len(norm.weight_E)
     heads, block = x_ME.shape[1] // width, triton.next_power_of_2(width)
     _rms_norm[(len(x_ME) * heads,)](
-        x_ME, norm.weight_E, out_ME, norm.epsilon, width, x_ME.stride(0), HEADS=heads, BLOCK=block,
-        ADDS_ONE=norm.adds_one, ROUNDS_ONCE=norm.rounds_once, num_warps=4 if block <= 2048 else 8, enable_fp_fusion=True,
+        x_ME, x_ME if added_ME is None else added_ME, norm.weight_E, out_ME, norm.epsilon, width, x_ME.stride(0),
+        HEADS=heads, BLOCK=block, ADDS_ONE=norm.adds_one, ROUNDS_ONCE=norm.rounds_once, IS_SUM=added_ME is not None,
+        num_warps=4 if block <= 2048 else 8, enable_fp_fusion=True,
     )  # fmt: skip
 
 

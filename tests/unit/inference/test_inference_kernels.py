@@ -363,6 +363,10 @@ def test_a_norm_is_rounded_as_in_the_module(adds_one: bool, rounds_once: bool) -
     is_equal = ours.norm(x_ME, norm) == norm.reference(x_ME)
     # The sum of squares may have another order.
     assert is_equal.float().mean() > 0.97
+    hidden_ME, added_ME = random(21, 48, seed=3).half(), random(21, 48, seed=4).half()
+    sum_ME = hidden_ME + added_ME
+    assert torch.equal(ours.add_and_norm(hidden_ME, added_ME, norm), ours.norm(sum_ME, norm))
+    assert torch.equal(hidden_ME, sum_ME), "the sum is rounded before it is normalised"
     other = Norm(norm.weight_E, 1e-5, adds_one, not rounds_once)
     assert (ours.norm(x_ME, norm) == other.reference(x_ME)).float().mean() < 0.95
 

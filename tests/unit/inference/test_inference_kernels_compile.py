@@ -157,6 +157,20 @@ def test_attention_of_one_query_fits_in_the_memory_of_a_program(
     assert compiled.names == ["_attend_one", "_attend_one", "_join_parts"]
 
 
+@pytest.mark.parametrize("width", [576, 1536, 4096, 16_384])
+def test_a_norm_sums_in_the_same_order_with_and_without_an_addition(width: int, compiled: Compiled) -> None:
+    """The sampler adds and normalises in one kernel, the trainer in two. The layout says which thread sums what."""
+    norm, x_ME = Norm(torch.ones(width, dtype=torch.bfloat16), 1e-6), torch.zeros(3, width, dtype=torch.bfloat16)
+    for added_ME in (None, x_ME):
+        triton_rows.launch_rms_norm(x_ME, norm, torch.empty_like(x_ME), added_ME=added_ME)
+    plain, fused = (
+        [line for line in one.asm["ttgir"].splitlines() if line.startswith("#blocked")]
+        for one in compiled.binaries["_rms_norm"]
+    )
+    assert len(plain) == 1
+    assert plain == fused
+
+
 def test_the_kernels_of_a_training_pass_are_compiled_once_whatever_the_number_of_tokens(compiled: Compiled) -> None:
     """A kernel that is compiled again stops a step for about a second."""
     norm = Norm(torch.ones(64, dtype=torch.bfloat16), 1e-6, adds_one=False, rounds_once=False)

@@ -35,6 +35,11 @@ class KernelOps:
     def norm(self, x_ME: Tensor, norm: Norm) -> Tensor:
         return rms_norm(x_ME, norm)
 
+    def add_and_norm(self, hidden_ME: Tensor, added_ME: Tensor, norm: Norm) -> Tensor:
+        out_ME = torch.empty_like(hidden_ME)
+        triton_rows.launch_rms_norm(hidden_ME, norm, out_ME, added_ME=added_ME)
+        return out_ME
+
     def rotate_and_store(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> None:
         heads, norms, rotary = self._heads, attention.norms, attention.rotary
         if norms is not None and norms.is_after_rotation:
@@ -69,6 +74,11 @@ class SlotKernelOps(TorchOps):
 
     def norm(self, x_ME: Tensor, norm: Norm) -> Tensor:
         return rms_norm(x_ME, norm)
+
+    def add_and_norm(self, hidden_ME: Tensor, added_ME: Tensor, norm: Norm) -> Tensor:
+        out_ME = torch.empty_like(hidden_ME)
+        triton_rows.launch_rms_norm(hidden_ME, norm, out_ME, added_ME=added_ME)
+        return out_ME
 
     def delta_step(
         self, fused_NX: Tensor, delta: DeltaLayer, inputs_NCK: Tensor, state_NHDV: Tensor, is_added_N: Tensor

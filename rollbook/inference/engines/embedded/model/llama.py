@@ -53,6 +53,34 @@ class _Projection:
         return cls(name=name, weight_OE=weight_OE, weight_EO=weight_OE.t(), bias_O=bias_O, norm=norm)
 
 
+class _ResidualStream:
+    """Of one forward. What was added last is added by the kernel of the next norm."""
+
+    def __init__(self, hidden_ME: Tensor, ops: Ops) -> None:
+        self._hidden_ME = hidden_ME
+        self._ops = ops
+        self._added_ME: Tensor | None = None
+
+    def add(self, result_ME: Tensor) -> None:
+        self._added_ME = result_ME
+
+    def add_product(self, x_MD: Tensor, weight_DE: Tensor) -> None:
+        """In one operation, which rounds the sum only."""
+        self._hidden_ME.addmm_(x_MD, weight_DE)
+
+    def normed(self, norm: Norm | None) -> Tensor:
+        if norm is None or self._added_ME is None:
+            return self.whole() if norm is None else self._ops.norm(self._hidden_ME, norm)
+        added_ME, self._added_ME = self._added_ME, None
+        return self._ops.add_and_norm(self._hidden_ME, added_ME, norm)
+
+    def whole(self) -> Tensor:
+        if self._added_ME is not None:
+            self._hidden_ME.add_(self._added_ME)
+            self._added_ME = None
+        return self._hidden_ME
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FeedForward:
     gate_up: _Projection
@@ -183,13 +211,14 @@ class LlamaForward:
 
         def added(projection: _Projection) -> Callable[[Tensor], Tensor]:
             def operation(x_MD: Tensor) -> Tensor:
-                hidden_ME = torch.zeros(len(x_MD), wide, dtype=self.dtype, device=self.device)
-                self._add(hidden_ME, x_MD, projection, ops, None)
-                return hidden_ME
+                stream = _ResidualStream(torch.zeros(len(x_MD), wide, dtype=self.dtype, device=self.device), ops)
+                self._add(stream, x_MD, projection, ops, None)
+                return stream.whole()
 
             return operation
 
         yield "norm", wide, lambda x_ME: ops.norm(x_ME, self._last_norm)
+        yield "sum and norm", wide, lambda x_ME: ops.add_and_norm(x_ME.clone(), x_ME, self._last_norm)
         yield f"product {layer.fused.name}", wide, lambda x_ME: self._projected(x_ME, layer.fused, ops, None)
         yield f"product {layer.out.name}", layer.out.weight_OE.shape[1], added(layer.out)
         if (mlp := layer.mlp) is not None:
@@ -211,9 +240,9 @@ class LlamaForward:
     def prefill(self, inputs: PrefillInput, slots: SlotCache) -> Tensor:
         positions = PrefillPositions.of(inputs, scratch_row=slots.scratch_row, max_model_len=self.max_model_len)
         step, ops, adapters = self.ops.prefill_step(positions, slots), self.ops, inputs.adapters
-        hidden_ME, chosen = self._embedded(inputs.tokens_NC.flatten()), list[Tensor]()
+        stream, chosen = _ResidualStream(self._embedded(inputs.tokens_NC.flatten()), ops), list[Tensor]()
         for layer in self._layers:
-            fused_MX = self._fused(hidden_ME, layer, ops, adapters)
+            fused_MX = self._fused(stream, layer, ops, adapters)
             if layer.attention is None:
                 result_MD = _continued(fused_MX, layer, inputs, slots)
             else:
@@ -222,14 +251,14 @@ class LlamaForward:
                 ops.rotate_and_store(fused_MX, step, joint, layer.attention)
                 attended_MD = ops.attend_many(fused_MX, step, joint, layer.attention, positions.rows_N)
                 result_MD = _gated(attended_MD, gates_MD)
-            self._add(hidden_ME, result_MD, layer.out, ops, adapters)
-            self._mlp(hidden_ME, layer, ops, adapters, chosen)
+            self._add(stream, result_MD, layer.out, ops, adapters)
+            self._mlp(stream, layer, ops, adapters, chosen)
         rows, tokens = inputs.tokens_NC.shape
         if slots.routes is not None and self.route_shape is not None:
             at = positions.write_rows_NC.flatten(), positions.write_at_NC.flatten()
             slots.routes[at] = self.route_shape.stacked(chosen)
-        last_N = torch.arange(rows, device=hidden_ME.device) * tokens + inputs.lasts_N
-        return self._logits(hidden_ME[last_N], ops, adapters)
+        last_N = torch.arange(rows, device=self.device) * tokens + inputs.lasts_N
+        return self._logits(stream.whole()[last_N], ops, adapters)
 
     def decode(
         self,
@@ -243,9 +272,9 @@ class LlamaForward:
     ) -> Tensor:
         rows_N = None if isinstance(rows, range) else torch.tensor(rows, device=self.device)
         step, ops = self.ops.decode_step(positions_N, slots, rows_N=rows_N, length=length), self.ops
-        hidden_NE, chosen = self._embedded(tokens_N), list[Tensor]()
+        stream, chosen = _ResidualStream(self._embedded(tokens_N), ops), list[Tensor]()
         for layer in self._layers:
-            fused_NX = self._fused(hidden_NE, layer, ops, adapters)
+            fused_NX = self._fused(stream, layer, ops, adapters)
             if layer.attention is None:
                 result_ND = _advanced(fused_NX, layer, slots, ops)
             else:
@@ -253,37 +282,36 @@ class LlamaForward:
                 fused_NX, gates_ND = self._without_gates(fused_NX, layer.attention)
                 ops.rotate_and_store(fused_NX, step, joint, layer.attention)
                 result_ND = _gated(ops.attend_one(fused_NX, step, joint, layer.attention), gates_ND)
-            self._add(hidden_NE, result_ND, layer.out, ops, adapters)
-            self._mlp(hidden_NE, layer, ops, adapters, chosen)
+            self._add(stream, result_ND, layer.out, ops, adapters)
+            self._mlp(stream, layer, ops, adapters, chosen)
         if slots.routes is not None and self.route_shape is not None:
             rows_N = torch.arange(len(tokens_N), device=self.device) if rows_N is None else rows_N
             slots.routes[rows_N, positions_N] = self.route_shape.stacked(chosen)
-        return self._logits(hidden_NE, ops, adapters)
+        return self._logits(stream.whole(), ops, adapters)
 
     def packed(self, step: PackedStep, layers: Sequence[Tensor], routes: Tensor | None = None) -> Tensor:
         """Logits (N, V) of the sampled tokens of a packed step. `layers`: the cache blocks of each layer. `routes`: blocks for the
         chosen experts, if they are recorded."""
         ops, adapters = self.packed_ops, step.adapters
-        hidden_ME, chosen = self._embedded(step.tokens_M), list[Tensor]()
+        stream, chosen = _ResidualStream(self._embedded(step.tokens_M), ops), list[Tensor]()
         for layer, blocks in zip(self._layers, layers, strict=True):
             assert layer.attention is not None, "recurrent layers have no blocks"
-            fused_MX, gates_MD = self._without_gates(self._fused(hidden_ME, layer, ops, adapters), layer.attention)
+            fused_MX, gates_MD = self._without_gates(self._fused(stream, layer, ops, adapters), layer.attention)
             ops.rotate_and_store(fused_MX, step, blocks, layer.attention)
             attended_MD = _gated(ops.attend(fused_MX, step, blocks, layer.attention), gates_MD)
-            self._add(hidden_ME, attended_MD, layer.out, ops, adapters)
-            self._mlp(hidden_ME, layer, ops, adapters, chosen)
+            self._add(stream, attended_MD, layer.out, ops, adapters)
+            self._mlp(stream, layer, ops, adapters, chosen)
         if routes is not None and self.route_shape is not None:
             routes[step.places(routes.shape[1])] = self.route_shape.stacked(chosen)
         sampled = None if adapters is None else adapters.of_tokens(step.samples_N)
-        return self._logits(hidden_ME[step.samples_N], ops, sampled)
+        return self._logits(stream.whole()[step.samples_N], ops, sampled)
 
     def _embedded(self, tokens_M: Tensor) -> Tensor:
         hidden_ME = F.embedding(tokens_M, self._embedding_VE)
         return hidden_ME if self.recipe.embedding_scale == 1.0 else hidden_ME.mul_(self.recipe.embedding_scale)
 
-    def _fused(self, hidden_ME: Tensor, layer: _Layer, ops: Ops, adapters: AdapterRows | None) -> Tensor:
-        norm = layer.before_attention
-        return self._projected(hidden_ME if norm is None else ops.norm(hidden_ME, norm), layer.fused, ops, adapters)
+    def _fused(self, stream: _ResidualStream, layer: _Layer, ops: Ops, adapters: AdapterRows | None) -> Tensor:
+        return self._projected(stream.normed(layer.before_attention), layer.fused, ops, adapters)
 
     def _without_gates(self, fused_MX: Tensor, attention: Attention) -> tuple[Tensor, Tensor | None]:
         """Queries, keys and values, and the gates of the results."""
@@ -304,20 +332,20 @@ class LlamaForward:
 
     def _mlp(
         self,
-        hidden_ME: Tensor,
+        stream: _ResidualStream,
         layer: _Layer,
         ops: Ops,
         adapters: AdapterRows | None,
         chosen: list[Tensor],
     ) -> None:
-        """Adds to the residual stream in place. The chosen experts of a mixture are appended to `chosen`."""
-        norm, mixture, mlp = layer.before_mlp, layer.mixture, layer.mlp
-        normed_ME = hidden_ME if norm is None else ops.norm(hidden_ME, norm)
+        """Adds to the residual stream. The chosen experts of a mixture are appended to `chosen`."""
+        mixture, mlp = layer.mixture, layer.mlp
+        normed_ME = stream.normed(layer.before_mlp)
         gated_MF = None if mlp is None else ops.gate(self._projected(normed_ME, mlp.gate_up, ops, adapters))
         if mixture is None:
             assert mlp is not None, "a layer has a feed-forward part, or experts"
             assert gated_MF is not None, "a layer has a feed-forward part, or experts"
-            self._add(hidden_ME, gated_MF, mlp.down, ops, adapters)
+            self._add(stream, gated_MF, mlp.down, ops, adapters)
             return
         # A router may have layers with adapters of its own.
         with self.adapters.in_module(adapters):
@@ -329,16 +357,16 @@ class LlamaForward:
             if mixture.shared_gate is not None:
                 shared_ME.mul_(torch.sigmoid(self._projected(normed_ME, mixture.shared_gate, ops, adapters)))
             mixed_ME += shared_ME
-        self._add_result(hidden_ME, mixed_ME, mixture.norm, ops)
+        self._add_result(stream, mixed_ME, mixture.norm, ops)
 
     def _add(
-        self, hidden_ME: Tensor, x_MD: Tensor, projection: _Projection, ops: Ops, adapters: AdapterRows | None
+        self, stream: _ResidualStream, x_MD: Tensor, projection: _Projection, ops: Ops, adapters: AdapterRows | None
     ) -> None:
-        """Add a projection, normalised and scaled, to the residual stream in place."""
+        """Add a projection, normalised and scaled, to the residual stream."""
         is_plain, norm, scale = projection.bias_O is None, projection.norm, self.recipe.residual_scale
         is_alone = norm is None and scale == 1.0 and not self.adapters.has(projection.name, adapters)
         if is_plain and is_alone and not (self.is_exact or self._rounds_products or self._fp8_weights):
-            hidden_ME.addmm_(x_MD, projection.weight_EO)
+            stream.add_product(x_MD, projection.weight_EO)
             return
         # The product, and the sum of base and adapter, are rounded before they are added, as in the trainer.
         if is_plain and self.is_exact:
@@ -346,14 +374,14 @@ class LlamaForward:
             self.adapters.add(projection.name, projected_ME, x_MD, adapters)
         else:
             projected_ME = self._projected(x_MD, projection, ops, adapters)
-        self._add_result(hidden_ME, projected_ME, norm, ops)
+        self._add_result(stream, projected_ME, norm, ops)
 
-    def _add_result(self, hidden_ME: Tensor, result_ME: Tensor, norm: Norm | None, ops: Ops) -> None:
+    def _add_result(self, stream: _ResidualStream, result_ME: Tensor, norm: Norm | None, ops: Ops) -> None:
         if norm is not None:
             result_ME = ops.norm(result_ME, norm)
         if self.recipe.residual_scale != 1.0:
             result_ME.mul_(self.recipe.residual_scale)
-        hidden_ME.add_(result_ME)
+        stream.add(result_ME)
 
     def _logits(self, hidden_NE: Tensor, ops: Ops, adapters: AdapterRows | None) -> Tensor:
         normed_NE = ops.norm(hidden_NE, self._last_norm)

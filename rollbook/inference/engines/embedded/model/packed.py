@@ -64,6 +64,9 @@ class PackedOps(Protocol):
 
     def norm(self, x_ME: Tensor, norm: Norm) -> Tensor: ...
 
+    def add_and_norm(self, hidden_ME: Tensor, added_ME: Tensor, norm: Norm) -> Tensor:
+        """Add in place. Returns the normalised sum."""
+
     def rotate_and_store(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> None:
         """Rotate queries and keys in place, and write keys and values to their blocks."""
 
@@ -86,6 +89,9 @@ class PackedTorchOps:
 
     def norm(self, x_ME: Tensor, norm: Norm) -> Tensor:
         return norm(x_ME)
+
+    def add_and_norm(self, hidden_ME: Tensor, added_ME: Tensor, norm: Norm) -> Tensor:
+        return norm(hidden_ME.add_(added_ME))
 
     def rotate_and_store(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> None:
         heads = self._heads

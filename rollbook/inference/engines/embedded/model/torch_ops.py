@@ -167,6 +167,9 @@ class TorchOps:
     def norm(self, x_ME: Tensor, norm: Norm) -> Tensor:
         return norm(x_ME)
 
+    def add_and_norm(self, hidden_ME: Tensor, added_ME: Tensor, norm: Norm) -> Tensor:
+        return norm(hidden_ME.add_(added_ME))
+
     def rotate_and_store(self, fused_MX: Tensor, step: SlotStep, joint: Tensor, attention: Attention) -> None:
         """Rotate queries and keys in place, and write keys and values to the slots."""
         heads = self._heads
