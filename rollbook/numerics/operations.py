@@ -6,7 +6,8 @@ summed dimension (`unsplit_products`), and attention adds keys in blocks of 64 f
 imported, `kernels_missing` says why.
 """
 
-# M tokens, K summed dimension, N outputs, E hidden size, F feed-forward size, V vocabulary, T tiles of the vocabulary
+# M tokens, K summed dimension, N outputs, E hidden size, F feed-forward size, V vocabulary, T tiles of the vocabulary, R heads,
+# D head size, W rotated width
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,6 +124,30 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
         return _normed(x.reshape(-1, x.shape[-1]).contiguous(), norm).view(x.shape)
     normed: Tensor = _RmsNorm.apply(x, norm.weight_E, norm)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return normed
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_1RMD: Tensor, cosines_MW: Tensor, sines_MW: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines_MW, sines_MW)
+        return _turned(x_1RMD, cosines_MW, sines_MW, is_gradient=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _turned(gradient, *ctx.saved_tensors, is_gradient=True), None, None
+
+
+def _turned(x_1RMD: Tensor, cosines_MW: Tensor, sines_MW: Tensor, *, is_gradient: bool) -> Tensor:
+    x_MRD = x_1RMD[0].transpose(0, 1).contiguous()
+    out_MRD = torch.empty_like(x_MRD)
+    triton_rows.launch_rotate(x_MRD, cosines_MW, sines_MW, out_MRD, is_gradient=is_gradient)
+    return out_MRD.transpose(0, 1).unsqueeze(0)
+
+
+def rotated(x_1RMD: Tensor, cosines_1MW: Tensor, sines_1MW: Tensor) -> Tensor:
+    """Heads of one packed row, rotated in halves as by `apply_rotary_pos_emb` of most families. Has a gradient for the heads."""
+    turned: Tensor = _Rotation.apply(x_1RMD, cosines_1MW[0].contiguous(), sines_1MW[0].contiguous())  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return turned
 
 
 class _Gate(torch.autograd.Function):

@@ -4,7 +4,7 @@ installed.
 Results are rounded to the model's dtype at the same places as in the Hugging Face modules.
 """
 
-# M tokens, E hidden size, F feed-forward size, K summed dimension, N outputs
+# M tokens, E hidden size, F feed-forward size, K summed dimension, N outputs, R heads, D head size, W rotated width
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # ruff: noqa: PLR0917  # kernels take many positional arguments
@@ -103,6 +103,51 @@ def launch_rms_norm_gradient(x_ME: Tensor, norm: Norm, gradient_ME: Tensor) -> t
         ADDS_ONE=norm.adds_one, num_warps=4 if block <= 2048 else 8, enable_fp_fusion=True,
     )  # fmt: skip
     return out_ME, partial_PE.sum(dim=0).to(norm.weight_E.dtype)
+
+
+@triton.jit
+def _rotate(
+    x_ptr, cosines_ptr, sines_ptr, out_ptr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, HEADS_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr, IS_GRADIENT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, HEADS_BLOCK)[:, None]
+    lanes = tl.arange(0, HALF_BLOCK)
+    is_angle = lanes < WIDTH // 2
+    cosine = tl.load(cosines_ptr + token * WIDTH + lanes, mask=is_angle, other=0.0)
+    product = cosine.dtype
+    cosine = cosine.to(tl.float32)[None, :]
+    sine = tl.load(sines_ptr + token * WIDTH + lanes, mask=is_angle, other=0.0).to(tl.float32)[None, :]
+    if IS_GRADIENT:
+        sine = -sine
+    at = token * (HEADS * SIZE) + heads * SIZE + lanes[None, :]
+    is_in = (heads < HEADS) & is_angle[None, :]
+    first = tl.load(x_ptr + at, mask=is_in, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + at + WIDTH // 2, mask=is_in, other=0.0).to(tl.float32)
+    # Products are rounded as in the Hugging Face modules.
+    turned_first = (first * cosine).to(product).to(tl.float32) - (second * sine).to(product).to(tl.float32)
+    turned_second = (second * cosine).to(product).to(tl.float32) + (first * sine).to(product).to(tl.float32)
+    tl.store(out_ptr + at, turned_first.to(product), mask=is_in)
+    tl.store(out_ptr + at + WIDTH // 2, turned_second.to(product), mask=is_in)
+    if WIDTH < SIZE:
+        columns = WIDTH + tl.arange(0, REST_BLOCK)[None, :]
+        rest = token * (HEADS * SIZE) + heads * SIZE + columns
+        is_rest = (heads < HEADS) & (columns < SIZE)
+        tl.store(out_ptr + rest, tl.load(x_ptr + rest, mask=is_rest, other=0.0), mask=is_rest)
+
+
+def launch_rotate(x_MRD: Tensor, cosines_MW: Tensor, sines_MW: Tensor, out_MRD: Tensor, *, is_gradient: bool) -> None:
+    """Rotate pairs of numbers whose distance is half of the rotated width, by the angle of their token; all contiguous. The second
+    halves of the tables repeat the first. `is_gradient`: rotate back."""
+    tokens, heads, size = x_MRD.shape
+    width = cosines_MW.shape[1]
+    _rotate[(tokens,)](
+        x_MRD, cosines_MW, sines_MW, out_MRD, HEADS=heads, SIZE=size, WIDTH=width,
+        HEADS_BLOCK=triton.next_power_of_2(heads), HALF_BLOCK=triton.next_power_of_2(width // 2),
+        REST_BLOCK=triton.next_power_of_2(max(1, size - width)), IS_GRADIENT=is_gradient,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @triton.jit

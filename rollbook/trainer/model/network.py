@@ -5,8 +5,9 @@ state. So there is no list of supported model families.
 """
 
 import math
+import sys
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -213,9 +214,7 @@ def why_not_exact(model: Any, *, logits: Logits | None) -> str | None:
     if any(map(is_mixture, inner.modules())):
         return INEXACT
     try:
-        recipe = ModelRecipe.of(
-            inner, max_model_len=PROBED_LENGTH, caches=DynamicCache(config=inner.config.get_text_config()).layers
-        )
+        recipe = _short_recipe(inner)
     except UnsupportedModelError as unsupported:
         return f"the fast forward of the sampler does not support it: {unsupported}"
     if recipe.inexact_because is not None:
@@ -228,14 +227,46 @@ def why_not_exact(model: Any, *, logits: Logits | None) -> str | None:
     return None
 
 
+def _short_recipe(model: Any) -> ModelRecipe:
+    caches = DynamicCache(config=model.config.get_text_config()).layers
+    return ModelRecipe.of(model, max_model_len=PROBED_LENGTH, caches=caches)
+
+
 def make_exact(model: Any) -> None:
-    """Compute norms and gates with the kernels of the sampler."""
+    """Compute norms and gates with the kernels of the sampler, and rotations in one kernel with the same bits as in ten."""
     body = _inner(model).model
+    _fuse_rotations(_inner(model))
     for part in body.modules():
         if type(part).__name__.endswith("RMSNorm"):
             part.forward = MethodType(partial(_exact_rms_norm, Norm.of(part)), part)
     for layer in body.layers:
         layer.mlp.forward = MethodType(partial(_exact_mlp, activation_of(layer.mlp)), layer.mlp)
+
+
+def _fuse_rotations(model: Any) -> None:
+    """Layers call the rotation as a function of their family, so it is replaced there: other models of this process get it too."""
+    recipe = _short_recipe(model)
+    embedding = model.get_input_embeddings().weight
+    rotaries = [attention.rotary for attention in recipe.attention if attention is not None and attention.rotary]
+    if any(rotary.is_paired or rotary.cosines_TF.dtype != embedding.dtype for rotary in rotaries):
+        return
+    families: set[Any] = {sys.modules[type(layer.self_attn).__module__] for layer in model.model.layers}
+    for family in families:
+        if not isinstance(family.apply_rotary_pos_emb, _FusedRotation):
+            family.apply_rotary_pos_emb = _FusedRotation(family.apply_rotary_pos_emb, embedding.device.type)
+
+
+@dataclass(frozen=True, slots=True)
+class _FusedRotation:
+    plain: Any
+    """What it replaces, and what it calls for other devices, dtypes and batches."""
+    device: str
+
+    def __call__(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *args: Any, **options: Any) -> Any:
+        is_like_packed = len(query) == 1 and query.dtype == cosines.dtype and not args and not options
+        if not is_like_packed or query.device.type != self.device:
+            return self.plain(query, key, cosines, sines, *args, **options)
+        return tuple(operations.rotated(heads, cosines, sines) for heads in (query, key))
 
 
 def _exact_rms_norm(norm: Norm, module: Any, hidden_states: Tensor) -> Tensor:

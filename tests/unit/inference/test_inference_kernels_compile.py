@@ -178,6 +178,9 @@ def test_the_kernels_of_a_training_pass_are_compiled_once_whatever_the_number_of
         x_ME = torch.zeros(tokens, 64, dtype=torch.bfloat16)
         triton_rows.launch_rms_norm(x_ME, norm, torch.empty_like(x_ME))
         triton_rows.launch_rms_norm_gradient(x_ME, norm, x_ME)
+        x_MRD, tables_MW = x_ME.view(tokens, 4, 16), torch.zeros(tokens, 8, dtype=torch.bfloat16)
+        for is_gradient in (False, True):
+            triton_rows.launch_rotate(x_MRD, tables_MW, tables_MW, torch.empty_like(x_MRD), is_gradient=is_gradient)
         triton_rows.launch_gate(x_ME, x_ME, torch.empty_like(x_ME), "silu")
         triton_rows.launch_gate_gradient(x_ME, x_ME, x_ME, "silu")
         logits_NV, of_rows_N = torch.zeros(min(tokens, 17), 2000), torch.ones(min(tokens, 17))
@@ -188,5 +191,8 @@ def test_the_kernels_of_a_training_pass_are_compiled_once_whatever_the_number_of
         triton_attention.launch_packed(
             query, key, value, tiles_4B, torch.empty_like(query), scale=0.1, window=None, chunk=512, lines=64
         )
-    assert {name: len(found) for name, found in compiled.binaries.items()} == dict.fromkeys(compiled.binaries, 1)
-    assert len(compiled.binaries) == 7
+    directions = {"_rotate": 2}
+    assert {name: len(found) for name, found in compiled.binaries.items()} == dict.fromkeys(
+        compiled.binaries, 1
+    ) | directions
+    assert len(compiled.binaries) == 8

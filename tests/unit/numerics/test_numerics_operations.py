@@ -5,6 +5,8 @@ Their kernels need a GPU, or Triton's interpreter: `make test-kernels`. That the
 """
 
 import os
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -98,10 +100,45 @@ def test_gates(activation: Activation) -> None:
     )
 
 
+def restored_family(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the model's layers, whose rotation is put back after the test."""
+    modeling: Any = sys.modules[type(model.model.layers[0].self_attn).__module__]
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb)
+    return modeling
+
+
 @needs_kernels
-@pytest.mark.parametrize("kind", ["llama", "glm4", "olmo2", "gemma3_text"])
-def test_a_model_with_the_operations_of_the_sampler_computes_the_same(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["llama", "phi3", "olmo2"])
+def test_rotations_in_one_kernel_have_the_bits_of_the_module(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family(kind).model().to(DEVICE)
+    modeling = restored_family(model, monkeypatch)
+    plain = modeling.apply_rotary_pos_emb
+    make_exact(model)
+    assert modeling.apply_rotary_pos_emb is not plain
+    positions_1M, size = torch.arange(7, 30, device=DEVICE)[None], model.model.layers[0].self_attn.head_dim
+    # The interpreter does not round bfloat16 as a GPU does.
+    for dtype in (torch.float32, torch.float16):
+        query, key = (random(1, 23, heads, size, seed=heads).to(dtype).transpose(1, 2) for heads in (6, 3))
+        tables = model.model.rotary_emb(query, positions_1M)
+        results = []
+        for rotate in (plain, modeling.apply_rotary_pos_emb):
+            heads = [tensor.clone().requires_grad_() for tensor in (query, key)]
+            turned = rotate(*heads, *tables)
+            weights = [random(*tensor.shape, seed=9).to(dtype) for tensor in turned]
+            results.append((turned, torch.autograd.grad(turned, heads, weights)))
+        (expected, gradients), (found, own_gradients) = results
+        assert all(map(torch.equal, found, expected))
+        for own, gradient in zip(own_gradients, gradients, strict=True):
+            torch.testing.assert_close(own, gradient, rtol=1e-3, atol=1e-2)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["llama", "phi3", "glm4", "olmo2", "gemma3_text"])
+def test_a_model_with_the_operations_of_the_sampler_computes_the_same(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family(kind).model().to(DEVICE)
+    restored_family(model, monkeypatch)
     ids = torch.arange(3, 15, device=DEVICE).view(1, -1)
     results = []
     for is_exact in (False, True):
