@@ -25,8 +25,9 @@ async def run_code(
 ) -> ExecResult:
     """Write `code` to `main.py` and `files` next to it, and run the command there, without network and with limits.
 
-    Code that fails, takes too long or exceeds a limit is a result that is not `is_ok`. A failure of the machine raises, so that a
-    reward function that does not catch it leaves its sample unscored. Where no sandbox can run, it raises too: the code is not run.
+    Code that fails, takes too long, exceeds a limit or kills itself is a result that is not `is_ok`. A failure of the machine
+    raises, also if it kills the code only, so that a reward function that does not catch it leaves its sample unscored. Where no
+    sandbox can run, it raises too: the code is not run.
     """
     async with open_sandbox(limits=limits, kind=sandbox) as opened:
         return await run_code_in(opened, code, command=command, files=files, stdin=stdin, timeout_s=timeout_s)
@@ -46,6 +47,6 @@ async def run_code_in(
         # Half of a surrogate pair is a fault of the code, which Python reports.
         await sandbox.write(path, content.encode(errors="surrogatepass") if isinstance(content, str) else content)
     try:
-        return await sandbox.exec(command, stdin=stdin, timeout_s=timeout_s)
+        return await sandbox.exec(command, stdin=stdin, timeout_s=timeout_s, reports_kill=True)
     except SandboxLimitError as error:
         return ExecResult(exit_code=-9, stdout=b"", stderr=str(error).encode())

@@ -159,7 +159,12 @@ class Guest:
         self._reap(0)
 
     def _spawn(
-        self, fds: list[int], argv: list[str], env: dict[str, str], cwd: str, watch: tuple[str, tuple[Any, ...]] | None
+        self,
+        fds: list[int],
+        argv: list[str],
+        env: dict[str, str],
+        cwd: str,
+        watch: tuple[str, tuple[Any, ...], bool] | None,
     ) -> int:
         os.chdir(cwd)
         path = executable(argv[0], env.get("PATH", DEFAULT_PATH))
@@ -175,12 +180,19 @@ class Guest:
         )
 
     def _spawn_watched(  # noqa: PLR0917 - one caller
-        self, path: str, argv: list[str], env: dict[str, str], fds: list[int], source: str, setting: tuple[Any, ...]
+        self,
+        path: str,
+        argv: list[str],
+        env: dict[str, str],
+        fds: list[int],
+        source: str,
+        setting: tuple[Any, ...],
+        is_trusted: bool,
     ) -> int:
         """`source`: of `kill_watch.py`."""
         module: dict[str, Any] = {"__name__": "kill_watch"}
         exec(source, module)
-        pid, watch = module["start"](path, argv, env, fds, RESET_SIGNALS, setting)
+        pid, watch = module["start"](path, argv, env, fds, RESET_SIGNALS, setting, is_trusted)
         if watch is not None:
             self._watches[pid] = self._listeners[watch.listener] = watch
             self._poll.register(watch.listener, select.POLLIN)

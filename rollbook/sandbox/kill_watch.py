@@ -35,18 +35,20 @@ class FilterProgram(ctypes.Structure):
 class KillWatch:
     """A running command, and what was asked to kill it."""
 
-    def __init__(self, pid: int, listener: int, names: "dict[int, str]") -> None:
-        """`names`: of the system calls that the filter passes on, by number."""
+    def __init__(self, pid: int, listener: int, names: "dict[int, str]", is_trusted: bool) -> None:
+        """`names`: of the system calls that the filter passes on, by number. `is_trusted`: see `Sandbox.exec`."""
         self.pid = pid
         self.listener = listener
         self._names = names
+        self._is_trusted = is_trusted
         self._is_hit_by_others = self._is_hit_by_itself = self._is_others_request = False
 
     @property
     def is_killed_inside(self) -> bool:
         """An agent that is a small program around another one repeats the signal that ended the other one: if nothing else inside
-        has sent a SIGKILL, that one came from outside."""
-        return self._is_hit_by_others or (self._is_hit_by_itself and self._is_others_request)
+        has sent a SIGKILL, that one came from outside. Code of a policy has no such excuse."""
+        by_itself = self._is_hit_by_itself and (self._is_others_request or not self._is_trusted)
+        return self._is_hit_by_others or by_itself
 
     def serve(self) -> None:
         """Handle one request."""
@@ -110,6 +112,7 @@ def start(  # noqa: PLR0917 - one caller
     fds: "list[int]",
     reset_signals: "tuple[int, ...]",
     setting: "tuple[bytes, int, dict[int, str]]",
+    is_trusted: bool,
 ) -> "tuple[int, KillWatch | None]":
     """The process id of a command with its streams, in a session of its own, and what watches it: None, if the kernel cannot.
     `setting`: the filter, the number of the system call that installs it, and the names. Raises `OSError`."""
@@ -136,7 +139,7 @@ def start(  # noqa: PLR0917 - one caller
     printed += ours.recv(16)  # a start closes the other end
     ours.close()
     error_number = int(printed.lstrip(b".") or 0) if printed else errno.EIO
-    watch = KillWatch(pid, int.from_bytes(received[0][2], sys.byteorder), names) if received else None
+    watch = KillWatch(pid, int.from_bytes(received[0][2], sys.byteorder), names, is_trusted) if received else None
     if error_number:
         os.waitpid(pid, 0)
         if watch is not None:

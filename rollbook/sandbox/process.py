@@ -104,6 +104,7 @@ class ProcessSandbox:
         output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: OnOutput | None = None,
         reports_kill: bool = False,
+        is_trusted: bool = False,
     ) -> ExecResult:
         stdin_fd = input_fd(stdin)
         try:
@@ -114,7 +115,7 @@ class ProcessSandbox:
                 self._path(cwd or "."),
                 timeout_s,
                 Output(output_bytes, on_output),
-                self.plan.kill_watch if reports_kill else None,
+                (*self.plan.kill_watch, is_trusted) if reports_kill and self.plan.kill_watch else None,
             )
         finally:
             os.close(stdin_fd)

@@ -133,6 +133,7 @@ class RemoteSandbox:
         output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: OnOutput | None = None,
         reports_kill: bool = False,
+        is_trusted: bool = False,
     ) -> ExecResult:
         kept = {"stdout": bytearray(), "stderr": bytearray()}
 

@@ -171,6 +171,7 @@ class Sandbox(Protocol):
         output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: OnOutput | None = None,
         reports_kill: bool = False,
+        is_trusted: bool = False,
     ) -> ExecResult:
         """Run a command to its end; a string is run by `sh -c`.
 
@@ -180,7 +181,9 @@ class Sandbox(Protocol):
         first `output_bytes` of both streams are kept and the rest is discarded, slowly. A cancelled call kills the command.
 
         `reports_kill`: raise `SandboxError` if the command itself was ended by a SIGKILL that neither it nor its children sent.
-        Only bubblewrap can tell, on Linux 5.5 and newer. Elsewhere, and without it, this is exit code -9.
+        Only bubblewrap can tell, on Linux 5.5 and newer. Elsewhere, and without it, this is exit code -9. `is_trusted`: the command
+        is no code of a policy. Its own SIGKILL then counts as one from outside, unless something that it started has sent one, too:
+        some agents repeat the signal that ended a program of theirs.
         """
 
     async def read(self, path: str, *, max_bytes: int = MAX_READ_BYTES) -> bytes:

@@ -88,6 +88,8 @@ MODULES = {
 }
 POOL_SIZES = {"simulator": 4, "command line": 4, "reward": 2}
 """How many of these a run keeps. More exist for a moment, while those of a killed parent end."""
+SHARED_REWARD = 1
+"""The same of reward processes for coroutines, as in `sandbox`. One more repeats calls, but only after a failure."""
 WEIGHTS = {
     Kind.KILL: 50,
     Kind.SEVERAL: 20,
@@ -153,6 +155,7 @@ class Chaos:
         }
         self._looked_at = -math.inf
         self._seen: list[psutil.Process] = []
+        self._env = env
         self._kinds = list(kinds)
         self._actions = itertools.cycle(OBEYS)
         self._log = log
@@ -371,7 +374,8 @@ class Chaos:
         if role in SHORT:
             return self._next_step()
         if role in MODULES:
-            needed = min(len(self._running(MODULES[role])), POOL_SIZES[role])
+            kept = SHARED_REWARD if role == "reward" and self._env == "sandbox" else POOL_SIZES[role]
+            needed = min(len(self._running(MODULES[role])), kept)
 
             def is_back() -> bool:
                 alive = self._running(MODULES[role])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.sandbox.bubblewrap import open_sandbox
+from rollbook.sandbox.code import run_code
 from rollbook.sandbox.sandbox import ExecResult, Limits, Sandbox, SandboxError, SandboxLimitError
 from tests.parts.concurrency.until import until
 from tests.parts.sandbox.bubblewrap import require_bubblewrap
@@ -83,7 +84,7 @@ def _bubblewrap() -> None:
 
 async def run_agent(sandbox: Sandbox, attack: str, *, agent: str = AGENT, mark: str = "") -> ExecResult:
     command = ["python3", "-c", agent, TOOLS + textwrap.dedent(attack), mark]
-    return await sandbox.exec(command, timeout_s=60, reports_kill=True)
+    return await sandbox.exec(command, timeout_s=60, reports_kill=True, is_trusted=True)
 
 
 async def kill_from_outside(mark: str, *, code: str = AGENT) -> None:
@@ -148,6 +149,16 @@ async def test_a_wrapper_that_repeats_the_signal_of_its_program_is_judged_by_who
         outside = run_agent(sandbox, "time.sleep(30)", agent=WRAPPER, mark=mark)
         with pytest.raises(SandboxError, match="from outside"):
             await asyncio.gather(outside, kill_from_outside(mark, code=TOOLS))
+
+
+async def test_code_that_is_killed_from_outside_has_no_result_and_code_that_kills_itself_has() -> None:
+    for kill in ("os.kill(os.getpid(), 9)", "os.killpg(0, 9)", "signal.raise_signal(9)"):
+        assert (await run_code(f"import os, signal; {kill}")).exit_code == -signal.SIGKILL
+    mark, code = uuid.uuid4().hex, "import time; time.sleep(30)"
+    with pytest.raises(SandboxError, match="from outside"):
+        await asyncio.gather(
+            run_code("", command=["python3", "-c", code, mark], timeout_s=60), kill_from_outside(mark, code=code)
+        )
 
 
 async def test_an_agent_that_exceeds_a_limit_is_ended_by_that() -> None:

@@ -300,6 +300,7 @@ async def _play(  # noqa: PLR0917 - two callers
             output_bytes=MAX_OUTPUT_BYTES,
             on_output=lambda _stream, printed: log.add(printed),
             reports_kill=True,
+            is_trusted=True,
         )
 
 

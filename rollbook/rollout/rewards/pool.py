@@ -96,8 +96,7 @@ class _RewardProcess:
         except ChildEndedError as error:
             for result in self._results.values():
                 if not result.done():
-                    result.set_exception(ChildEndedError(str(error)))
-                    result.exception()  # marks it as retrieved: its caller may be gone
+                    _fail(result, str(error))
             self._results.clear()
 
     def call(self, request: _Request) -> tuple[int, asyncio.Future[CallResult]]:
@@ -108,7 +107,7 @@ class _RewardProcess:
             call = Call(number=number, function=request.function, cases=request.cases, is_group=request.is_group)
             self._child.send(encode(call))
         else:
-            result.set_exception(ChildEndedError(self._child.exit_reason))
+            _fail(result, self._child.exit_reason)
         return number, result
 
     def cancel(self, number: int) -> None:
@@ -120,6 +119,11 @@ class _RewardProcess:
     async def _receive(self) -> FromChild:
         message: FromChild = from_child.decode(await self._child.receive())
         return message
+
+
+def _fail(result: asyncio.Future[CallResult], cause: str) -> None:
+    result.set_exception(ChildEndedError(cause))
+    result.exception()  # marks it as retrieved: its caller may be gone
 
 
 class RewardPool:
