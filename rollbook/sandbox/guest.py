@@ -194,8 +194,10 @@ class Guest:
         exec(source, module)
         pid, watch = module["start"](path, argv, env, fds, RESET_SIGNALS, setting, is_trusted)
         if watch is not None:
-            self._watches[pid] = self._listeners[watch.listener] = watch
-            self._poll.register(watch.listener, select.POLLIN)
+            self._watches[pid] = watch
+            if watch.listener >= 0:
+                self._listeners[watch.listener] = watch
+                self._poll.register(watch.listener, select.POLLIN)
         return int(pid)
 
     def _open(self, path: str, flags: int, mode: int, makes_parents: bool) -> int:

@@ -18,7 +18,7 @@ import sys
 from _socket import CMSG_LEN, SCM_RIGHTS, SOL_SOCKET, socketpair
 from contextlib import suppress
 
-SIGKILL = 9
+SIGKILL, NO_LISTENER = 9, -1
 SET_FILTER, NEW_LISTENER = 1, 8
 """Arguments of the system call `seccomp`."""
 RECEIVE, SEND, CONTINUE = 0xC0502100, 0xC0182101, 1
@@ -138,7 +138,10 @@ def start(  # noqa: PLR0917 - one caller
     printed, received, _, _ = ours.recvmsg(16, CMSG_LEN(4))
     printed += ours.recv(16)  # a start closes the other end
     ours.close()
-    error_number = int(printed.lstrip(b".") or 0) if printed else errno.EIO
+    if not printed:
+        # Killed before it began, so by nothing that it started.
+        return pid, KillWatch(pid, NO_LISTENER, names, is_trusted)
+    error_number = int(printed.lstrip(b".") or 0)
     watch = KillWatch(pid, int.from_bytes(received[0][2], sys.byteorder), names, is_trusted) if received else None
     if error_number:
         os.waitpid(pid, 0)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rollbook.sandbox import kill_watch
 from rollbook.sandbox.bubblewrap import open_sandbox
 from rollbook.sandbox.code import run_code
 from rollbook.sandbox.sandbox import ExecResult, Limits, Sandbox, SandboxError, SandboxLimitError
@@ -159,6 +160,14 @@ async def test_code_that_is_killed_from_outside_has_no_result_and_code_that_kill
         await asyncio.gather(
             run_code("", command=["python3", "-c", code, mark], timeout_s=60), kill_from_outside(mark, code=code)
         )
+
+
+def test_a_command_that_is_killed_before_it_begins_was_killed_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "setsid", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    pid, watch = kill_watch.start("/bin/true", ["true"], {}, [0, 1, 2], (), (b"", 0, {}), False)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert watch is not None
+    assert not watch.is_killed_inside
 
 
 async def test_an_agent_that_exceeds_a_limit_is_ended_by_that() -> None:
