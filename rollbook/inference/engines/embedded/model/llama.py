@@ -54,7 +54,7 @@ class _Projection:
 
 
 class _ResidualStream:
-    """Of one forward. What was added last is added by the kernel of the next norm."""
+    """The residual stream of one forward. The kernel of the next norm performs the last addition."""
 
     def __init__(self, hidden_ME: Tensor, ops: Ops) -> None:
         self._hidden_ME = hidden_ME

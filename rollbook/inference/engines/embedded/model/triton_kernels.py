@@ -344,7 +344,7 @@ def _scaled_lines(
 
 
 def launch_scaled_lines(x_ME: Tensor) -> eight_bits.Scaled:
-    """As `eight_bits.scaled_lines`."""
+    """Computes what `eight_bits.scaled_lines` computes."""
     lines, width = x_ME.shape
     block = triton.next_power_of_2(width)
     numbers_ME = torch.empty((lines, width), dtype=torch.uint8, device=x_ME.device)
