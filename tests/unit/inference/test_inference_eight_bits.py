@@ -85,6 +85,20 @@ async def play(engine: TransformersEngine, prompts: list[list[int]], length: int
     return list(await asyncio.gather(*(engine.generate(*both) for both in zip(prompts, sampling, strict=True))))
 
 
+async def update_in_flight(
+    tiny: TinyModel, prompts: list[list[int]], **settings: Any
+) -> tuple[list[Completion], list[int]]:
+    """Completions that an update meets, and how many tokens of each are of the old weights."""
+    async with embedded(tiny, kv_after_update="recompute", **settings) as engine:
+        futures = [engine.submit(prompt, SamplingParams(max_tokens=60)) for prompt in prompts]
+        await until(lambda: engine.stats().tokens > 20)
+        await engine.load_weights(*tiny.weights(2))
+        completions = await asyncio.gather(*futures)
+    changed = [int((completion.versions == 1).sum()) for completion in completions]
+    assert any(0 < count < 60 for count in changed)
+    return list(completions), changed
+
+
 @given(
     st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20),
     st.sampled_from([torch.float32, torch.bfloat16]),
@@ -134,13 +148,7 @@ async def test_preempted_rows_read_the_same_keys_and_values(root: Path, is_captu
 @pytest.mark.parametrize("is_captured", [False, True], ids=["slots", "blocks"])
 async def test_after_recompute_keys_and_values_are_those_of_the_new_weights(root: Path, is_captured: bool) -> None:
     tiny, prompts = TinyModel(root=root), some_prompts(4, 20, 40)
-    async with embedded(tiny, is_captured=is_captured, kv_after_update="recompute", **SETTINGS) as engine:
-        futures = [engine.submit(prompt, SamplingParams(max_tokens=60)) for prompt in prompts]
-        await until(lambda: engine.stats().tokens > 20)
-        await engine.load_weights(*tiny.weights(2))
-        completions = await asyncio.gather(*futures)
-    changed = [int((completion.versions == 1).sum()) for completion in completions]
-    assert any(0 < count < 60 for count in changed)
+    completions, changed = await update_in_flight(tiny, prompts, is_captured=is_captured, **SETTINGS)
     found = [
         differences(tiny.model(2), prompt, completion, stored=eight_bits.INT8, start=start)
         for prompt, completion, start in zip(prompts, completions, changed, strict=True)
@@ -285,11 +293,5 @@ async def test_with_fp8_weights_logprobs_are_those_of_a_module_that_rounds_its_p
 @pytest.mark.parametrize("is_captured", [False, True], ids=["slots", "blocks"])
 async def test_fp8_weights_are_copied_again_at_an_update(root: Path, is_captured: bool) -> None:
     tiny, prompts = TinyModel(root=root), some_prompts(4, 20, 40)
-    async with embedded(tiny, is_captured=is_captured, kv_after_update="recompute", **FP8_WEIGHTS) as engine:
-        futures = [engine.submit(prompt, SamplingParams(max_tokens=60)) for prompt in prompts]
-        await until(lambda: engine.stats().tokens > 20)
-        await engine.load_weights(*tiny.weights(2))
-        completions = await asyncio.gather(*futures)
-    changed = [int((completion.versions == 1).sum()) for completion in completions]
-    assert any(0 < count < 60 for count in changed)
+    completions, changed = await update_in_flight(tiny, prompts, is_captured=is_captured, **FP8_WEIGHTS)
     assert_products_rounded_alike(tiny.model(2), prompts, completions, changed)

@@ -36,9 +36,7 @@ class KernelOps:
         return rms_norm(x_ME, norm)
 
     def add_and_norm(self, hidden_ME: Tensor, added_ME: Tensor, norm: Norm) -> Tensor:
-        out_ME = torch.empty_like(hidden_ME)
-        triton_rows.launch_rms_norm(hidden_ME, norm, out_ME, added_ME=added_ME)
-        return out_ME
+        return _normed_sum(hidden_ME, added_ME, norm)
 
     def rotate_and_store(self, fused_MX: Tensor, step: PackedStep, blocks: Tensor, attention: Attention) -> None:
         heads, norms, rotary = self._heads, attention.norms, attention.rotary
@@ -76,9 +74,7 @@ class SlotKernelOps(TorchOps):
         return rms_norm(x_ME, norm)
 
     def add_and_norm(self, hidden_ME: Tensor, added_ME: Tensor, norm: Norm) -> Tensor:
-        out_ME = torch.empty_like(hidden_ME)
-        triton_rows.launch_rms_norm(hidden_ME, norm, out_ME, added_ME=added_ME)
-        return out_ME
+        return _normed_sum(hidden_ME, added_ME, norm)
 
     def delta_step(
         self, fused_NX: Tensor, delta: DeltaLayer, inputs_NCK: Tensor, state_NHDV: Tensor, is_added_N: Tensor
@@ -93,6 +89,12 @@ class SlotKernelOps(TorchOps):
 
     def scaled(self, x_ME: Tensor) -> eight_bits.Scaled:
         return triton_kernels.launch_scaled_lines(x_ME)
+
+
+def _normed_sum(hidden_ME: Tensor, added_ME: Tensor, norm: Norm) -> Tensor:
+    out_ME = torch.empty_like(hidden_ME)
+    triton_rows.launch_rms_norm(hidden_ME, norm, out_ME, added_ME=added_ME)
+    return out_ME
 
 
 def _gated(both_MF: Tensor, activation: Activation) -> Tensor:
